@@ -1,0 +1,109 @@
+//! Every way a packet can end, by name.
+//!
+//! A verdict is a counter, a metric label and a line in docs/OPERATIONS.md. Numbers are positions in
+//! the `verdicts` map: append, never reorder without raising the layout version.
+
+/// What the hook is told to do with the packet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Action {
+    /// On to the kernel (and to programs behind us), changed or not.
+    Pass,
+    /// Away.
+    Drop,
+    /// Back out of the interface it came from.
+    Transmit,
+    /// Out of the uplink that the flow's entry names.
+    Redirect,
+}
+
+macro_rules! verdicts {
+    ($($variant:ident = $name:literal, $action:ident, $text:literal;)+) => {
+        /// How a packet ended.
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+        #[repr(u32)]
+        pub enum Verdict {
+            $(#[doc = $text] $variant,)+
+        }
+
+        impl Verdict {
+            /// All verdicts in the order of their numbers.
+            pub const ALL: &[Self] = &[$(Self::$variant,)+];
+
+            /// Name in counters, metrics and documents.
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$variant => $name,)+ }
+            }
+
+            /// What the hook does with a packet of this verdict.
+            #[inline(always)]
+            pub const fn action(self) -> Action {
+                match self { $(Self::$variant => Action::$action,)+ }
+            }
+
+            /// One sentence for people.
+            pub const fn explanation(self) -> &'static str {
+                match self { $(Self::$variant => $text,)+ }
+            }
+        }
+    };
+}
+
+verdicts! {
+    Passed = "passed", Pass, "Not for a VIP of this uplink; untouched.";
+    PassedOtherMac = "passed_other_mac", Pass, "Unicast frame for another machine (a flooding switch); untouched.";
+    PassedOtherVlan = "passed_other_vlan", Pass, "Frame of a VLAN that is not the uplink's; untouched.";
+    PassedListed = "passed_listed", Pass, "For the VIP, of a protocol or port that `pass` lists; left to the host.";
+    PassedExternal = "passed_external", Pass, "For a VIP that somebody else announces (`announce: external`), and not a port that we balance; untouched.";
+    PassedDirect = "passed_direct", Pass, "Direct connection between a client and a pod, allowed by `bypass: allow` or because the backend is on the host network; untouched.";
+    Forwarded = "forwarded", Pass, "Client to pod, flow known: destination rewritten to the pod.";
+    ForwardedNew = "forwarded_new", Pass, "SYN of a new flow: a backend was chosen and the destination rewritten.";
+    ForwardedMiss = "forwarded_miss", Pass, "Packet in mid-flow without an entry: placed by the hash alone, which finds the former backend as long as the set of backends is the same.";
+    Replied = "replied", Pass, "Pod to client: source rewritten to the VIP.";
+    RepliedYoung = "replied_young", Pass, "Pod to client before the flow is living (SYN-ACK, RST) or while it closes: source rewritten to the VIP.";
+    RepliedRestored = "replied_restored", Pass, "Pod to client, the reply entry was lost and has been made again from the forward entry.";
+    RepliedRedirected = "replied_redirected", Redirect, "Pod to client, sent out of the uplink on which the client's packets arrive instead of the one that routing chose.";
+    ArpAnswered = "arp_answered", Transmit, "ARP question for an announced VIP, answered.";
+    RefusedNoBackend = "refused_no_backend", Transmit, "The VIP port has no backend that takes new flows; RST.";
+    RefusedNoService = "refused_no_service", Transmit, "TCP port of the VIP that no service uses; RST.";
+    RefusedGone = "refused_gone", Transmit, "The flow's backend is gone; RST, and the entry is removed.";
+    RefusedTableFull = "refused_table_full", Transmit, "The living table has no room for the flow; RST.";
+    DroppedRefused = "dropped_refused", Drop, "Would have been refused with a RST, but the VIP says `refuse: drop`.";
+    DroppedRateLimited = "dropped_rate_limited", Drop, "Would have been refused with a RST, but there were too many in this second.";
+    DroppedReset = "dropped_reset", Drop, "RST for a port or flow that we do not serve; a RST is never answered (RFC 9293 section 3.10.7.1).";
+    DroppedCollision = "dropped_collision", Drop, "New flow whose client port is in use to the same pod port through another VIP port.";
+    DroppedNoRoom = "dropped_no_room", Drop, "No room for another young flow; the client's SYN is tried again by itself.";
+    DroppedTableFull = "dropped_table_full", Drop, "Segment of a pod whose flow found no room in the living table; the client is refused at its next packet.";
+    DroppedInconsistent = "dropped_inconsistent", Drop, "A table changed while it was read, twice in a row; the client sends again.";
+    DroppedFragment = "dropped_fragment", Drop, "IP fragment to the VIP: it carries no ports to choose by.";
+    DroppedMalformed = "dropped_malformed", Drop, "Truncated or contradictory headers in a packet to the VIP.";
+    DroppedProtocol = "dropped_protocol", Drop, "Protocol other than TCP to the VIP, not listed in `pass`.";
+    DroppedGroupMac = "dropped_group_mac", Drop, "Packet to the VIP in a link-layer broadcast or multicast frame (RFC 1122 section 3.3.6).";
+    DroppedArpSilent = "dropped_arp_silent", Drop, "ARP question for a VIP that this node does not announce now; consumed so that no kernel answers it.";
+    DroppedArpClaim = "dropped_arp_claim", Drop, "Somebody else claims a VIP by ARP (gratuitous or as sender of a question); consumed.";
+    DroppedBypass = "dropped_bypass", Drop, "Direct connection attempt to a pod around the VIP (`bypass: drop`).";
+    DroppedReplyUnknown = "dropped_reply_unknown", Drop, "Segment of a served pod port to a client without a flow: let through it would show the pod's address.";
+    DroppedRewrite = "dropped_rewrite", Drop, "The kernel refused to rewrite the packet (out of memory).";
+}
+
+/// Counters in the `verdicts` map; room for names to come.
+pub const MAX_VERDICTS: u32 = 64;
+
+const _: () = assert!(Verdict::ALL.len() <= MAX_VERDICTS as usize);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_verdict_has_a_name_of_its_own_that_tells_its_action() {
+        let mut names: Vec<_> = Verdict::ALL.iter().map(|v| v.name()).collect();
+        for (number, verdict) in Verdict::ALL.iter().enumerate() {
+            assert_eq!(*verdict as usize, number);
+            let dropped = verdict.name().starts_with("dropped_");
+            assert_eq!(dropped, verdict.action() == Action::Drop, "{verdict:?}");
+        }
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), Verdict::ALL.len());
+    }
+}

@@ -1,0 +1,182 @@
+//! What a source wants, as plain values: the same whether a file or Kubernetes said it.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+/// Everything that a source wants of this node.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct DesiredState {
+    /// Interfaces to serve on.
+    pub uplinks: Vec<UplinkSpec>,
+    /// Virtual addresses.
+    pub vips: Vec<VipSpec>,
+    /// Services with their backends.
+    pub services: Vec<ServiceSpec>,
+}
+
+/// How an uplink is found on this node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum UplinkSelector {
+    /// The interface that has an address in this subnet: network address and prefix length.
+    Subnet(IpAddr, u8),
+    /// Interfaces whose name matches a shell-like pattern (`eth1`, `enp*f1`).
+    Name(String),
+    /// The interface with this MAC.
+    Mac([u8; 6]),
+}
+
+/// How the forward path is attached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Mode {
+    /// Native where the driver serves it rightly, else TC.
+    #[default]
+    Auto,
+    /// XDP in the driver, or an error.
+    Native,
+    /// TC ingress.
+    Tc,
+}
+
+/// What happens to direct connections between the uplink and pods.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Bypass {
+    /// Drop, unless the uplink carries the node's internal address or a route to a backend.
+    #[default]
+    Auto,
+    /// Attempts are dropped.
+    Drop,
+    /// They pass, and so do their replies.
+    Allow,
+}
+
+/// One uplink.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UplinkSpec {
+    /// How it is found.
+    pub selector: UplinkSelector,
+    /// How the forward path is attached.
+    pub mode: Mode,
+    /// The one VLAN whose frames are meant, `None` for untagged ones.
+    pub vlan: Option<u16>,
+    /// Next hop for clients outside the subnet.
+    pub gateway: Option<IpAddr>,
+    /// Direct connections.
+    pub bypass: Bypass,
+    /// UDP source ports whose packets reach pods although direct connections are dropped.
+    pub bypass_udp: Vec<u16>,
+}
+
+/// Who announces a VIP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Announce {
+    /// This node, for ever: a dead agent must not darken the VIP.
+    Always,
+    /// Somebody else (keepalived, MetalLB).
+    External,
+}
+
+/// What a refusal looks like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Refuse {
+    /// TCP RST.
+    #[default]
+    Reject,
+    /// Silence.
+    Drop,
+}
+
+/// A protocol or port of a VIP that goes to the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PassSpec {
+    /// IP protocol number.
+    pub protocol: u8,
+    /// Destination port, 0 for all.
+    pub port: u16,
+}
+
+/// One VIP.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VipSpec {
+    /// The address.
+    pub address: IpAddr,
+    /// Who announces it.
+    pub announce: Announce,
+    /// What a refusal looks like.
+    pub refuse: Refuse,
+    /// What goes to the host.
+    pub pass: Vec<PassSpec>,
+}
+
+/// A port of a service on its VIP.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PortSpec {
+    /// Name, unique in the service.
+    pub name: String,
+    /// Port on the VIP.
+    pub port: u16,
+    /// Port of the pods; the same as on the VIP unless said otherwise.
+    pub target_port: u16,
+}
+
+/// A range of ports of which each belongs to one instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct InstancePorts {
+    /// Name of the service port whose pods' port they lead to.
+    pub port_name: String,
+    /// Port of slot 0.
+    pub base: u16,
+    /// Port of the last slot.
+    pub last: u16,
+}
+
+/// Health check of a service's backends: a TCP connect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HealthSpec {
+    /// Pod port to connect to.
+    pub tcp: u16,
+    /// Time between checks.
+    pub interval: Duration,
+    /// So many failures in a row make a backend not ready; one success makes it ready.
+    pub fail: u32,
+}
+
+/// A pod, and how it stands.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct BackendSpec {
+    /// Stable identity, e.g. `ironic-0`.
+    pub instance: String,
+    /// Instance slot: it answers on base + slot of every instance port range.
+    pub slot: Option<u32>,
+    /// Address.
+    pub address: IpAddr,
+    /// Incarnation (the pod's UID); empty where the source has none.
+    pub uid: String,
+    /// Takes new flows.
+    pub ready: bool,
+}
+
+/// One service.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServiceSpec {
+    /// Name, `namespace/name` in Kubernetes.
+    pub name: String,
+    /// Its VIP.
+    pub vip: IpAddr,
+    /// Ports.
+    pub ports: Vec<PortSpec>,
+    /// Instance port ranges.
+    pub instance_ports: Vec<InstancePorts>,
+    /// All flows of a client to one backend.
+    pub client_affinity: bool,
+    /// Health check, if any.
+    pub health: Option<HealthSpec>,
+    /// Pods.
+    pub backends: Vec<BackendSpec>,
+}
+
+impl BackendSpec {
+    /// Where a health check of `port` connects to.
+    pub fn socket(&self, port: u16) -> SocketAddr {
+        SocketAddr::new(self.address, port)
+    }
+}

@@ -1,0 +1,10 @@
+//! The agent and command line of ironlb, as a library for the binary and for tests.
+//!
+//! A pipeline of plain values, each arrow a module:
+//! `source (config) → DesiredState → plan (pure) → TableSet → dataplane (maps)`.
+
+pub mod desired;
+pub mod tables;
+
+/// The eBPF object that the programs are loaded from.
+pub static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/ironlb-bpf"));

@@ -1,0 +1,2 @@
+//! ironlb.
+fn main() {}

@@ -1,0 +1,58 @@
+//! What the plan says the maps shall hold, in logical terms: the dataplane gives ids and slots to rows.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use crate::desired::{Announce, PassSpec, Refuse};
+
+/// The rows of all tables that the plan decides. Equal inputs give equal tables, whatever their order.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct TableSet {
+    /// VIPs.
+    pub vips: BTreeMap<IpAddr, VipRow>,
+    /// VIP ports, by VIP and port.
+    pub ports: BTreeMap<(IpAddr, u16), PortRow>,
+}
+
+/// A VIP.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VipRow {
+    /// Who announces it.
+    pub announce: Announce,
+    /// What a refusal looks like.
+    pub refuse: Refuse,
+    /// What goes to the host, sorted, at most [`lb_common::MAX_PASS`].
+    pub pass: Vec<PassSpec>,
+}
+
+/// A VIP port.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PortRow {
+    /// Service name.
+    pub service: String,
+    /// Port name.
+    pub port_name: String,
+    /// Instance slot of an instance port.
+    pub slot: Option<u32>,
+    /// Seed of the choice.
+    pub seed: u64,
+    /// All flows of a client to one backend.
+    pub client_affinity: bool,
+    /// Pods, sorted by instance, at most [`lb_common::MAX_BACKENDS_PER_PORT`]; those that take no new flows included.
+    pub backends: Vec<BackendRow>,
+}
+
+/// A pod port behind a VIP port.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct BackendRow {
+    /// Stable identity.
+    pub instance: String,
+    /// Incarnation.
+    pub uid: String,
+    /// Pod address.
+    pub address: IpAddr,
+    /// Pod port.
+    pub port: u16,
+    /// Takes new flows.
+    pub eligible: bool,
+}
