@@ -12,6 +12,7 @@
 mod agent;
 mod capture;
 mod command;
+pub mod engine;
 mod image;
 mod laboratory;
 mod load;
