@@ -5,6 +5,7 @@
 
 pub mod config;
 pub mod desired;
+pub mod plan;
 pub mod tables;
 
 /// The eBPF object that the programs are loaded from.
