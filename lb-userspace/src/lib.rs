@@ -5,7 +5,9 @@
 
 pub mod cli;
 pub mod config;
+pub mod dataplane;
 pub mod desired;
+pub mod interfaces;
 pub mod plan;
 pub mod tables;
 
