@@ -92,13 +92,17 @@ impl Engine {
         let result = match self.ebpf.program_mut(name).context("no such program")? {
             aya::programs::Program::Xdp(program) => {
                 if program.fd().is_err() {
-                    program.load().with_context(|| format!("cannot load {name}"))?;
+                    program
+                        .load()
+                        .with_context(|| format!("cannot load {name}"))?;
                 }
                 program.test_run(options)
             }
             aya::programs::Program::SchedClassifier(program) => {
                 if program.fd().is_err() {
-                    program.load().with_context(|| format!("cannot load {name}"))?;
+                    program
+                        .load()
+                        .with_context(|| format!("cannot load {name}"))?;
                 }
                 program.test_run(options)
             }

@@ -12,8 +12,8 @@
 mod agent;
 mod capture;
 mod command;
-pub mod engine;
 mod download;
+pub mod engine;
 mod image;
 mod laboratory;
 mod load;
