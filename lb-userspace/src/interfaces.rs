@@ -491,7 +491,9 @@ impl Netlink {
                     .map_err(|error| invalid(&error))?
                     .length() as usize;
                 let (message, tail) = rest.split_at(length.min(rest.len()));
-                rest = tail.get(length.next_multiple_of(4) - length..).unwrap_or(&[]);
+                rest = tail
+                    .get(length.next_multiple_of(4) - length..)
+                    .unwrap_or(&[]);
                 let message = match NetlinkMessage::<RouteNetlinkMessage>::deserialize(message) {
                     Ok(message) => message,
                     Err(error) => {

@@ -79,8 +79,6 @@ impl<'a> Loader<'a> {
 pub(super) struct Target<'a> {
     /// Where programs are attached.
     pub(super) port: &'a Interface,
-    /// Slot in the `uplinks` map.
-    pub(super) slot: u32,
     /// Mode of the forward path; `None` for egress alone.
     pub(super) mode: Option<Mode>,
 }
@@ -417,9 +415,8 @@ fn pinned_link(
     is_here: impl FnOnce(u32) -> Result<bool, DataplaneError>,
 ) -> Result<Option<(PinnedLink, u32)>, DataplaneError> {
     let path = pins.link(hook, port.index);
-    let broken = |error: LinkError| {
-        DataplaneError::pins("open", &path, io::Error::other(chain(&error)))
-    };
+    let broken =
+        |error: LinkError| DataplaneError::pins("open", &path, io::Error::other(chain(&error)));
     if !path.exists() {
         return Ok(None);
     }
@@ -439,9 +436,9 @@ fn is_intact(attached: &Attached, port: &Interface) -> Result<bool, DataplaneErr
     for (hook, id) in &attached.programs {
         let here = match hook {
             Hook::Xdp => port.xdp.contains(id),
-            Hook::Ingress | Hook::Egress if has_tcx() => chain_of(port, *hook)?
-                .iter()
-                .any(|(other, _)| other == id),
+            Hook::Ingress | Hook::Egress if has_tcx() => {
+                chain_of(port, *hook)?.iter().any(|(other, _)| other == id)
+            }
             Hook::Ingress | Hook::Egress => true,
         };
         if !here {
@@ -606,4 +603,3 @@ fn words(port: &Interface, errno: Option<i32>, text: &str) -> NotNative {
         foreign: None,
     }
 }
-

@@ -12,7 +12,9 @@ use crate::interfaces::InterfaceError;
 #[derive(Debug, thiserror::Error)]
 pub enum DataplaneError {
     /// The pin root is not on a bpffs.
-    #[error("{path} is not on a bpffs: run `mount -t bpf bpf /sys/fs/bpf`, or name a bpffs with --bpffs")]
+    #[error(
+        "{path} is not on a bpffs: run `mount -t bpf bpf /sys/fs/bpf`, or name a bpffs with --bpffs"
+    )]
     NotBpffs {
         /// The path, or its nearest ancestor that exists.
         path: PathBuf,
@@ -102,7 +104,10 @@ pub enum DataplaneError {
         foreign: String,
     },
     /// There are more uplinks than slots.
-    #[error("no slot is left for {interface}: one agent manages at most {} interfaces", lb_common::MAX_UPLINKS)]
+    #[error(
+        "no slot is left for {interface}: one agent manages at most {} interfaces",
+        lb_common::MAX_UPLINKS
+    )]
     TooManyUplinks {
         /// The interface.
         interface: String,

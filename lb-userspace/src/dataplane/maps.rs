@@ -27,8 +27,7 @@ where
 
 /// The process that wrote `control` last, whether it lives or not.
 pub(super) fn agent_pid(root: &Path) -> Option<u32> {
-    let control: Array<MapData, Control> =
-        pinned(&pins::layout_dir(root), map::CONTROL).ok()?;
+    let control: Array<MapData, Control> = pinned(&pins::layout_dir(root), map::CONTROL).ok()?;
     let pid = control.get(&0, 0).ok()?.agent_pid;
     (pid != 0).then_some(pid)
 }
@@ -37,14 +36,17 @@ pub(super) fn agent_pid(root: &Path) -> Option<u32> {
 pub(super) fn uplinks(root: &Path) -> Vec<Uplink> {
     let dir = pins::layout_dir(root);
     let map: Result<Array<MapData, Uplink>, _> = pinned(&dir, map::UPLINKS);
-    map.map_or_else(|_| Vec::new(), |map| map.iter().filter_map(Result::ok).collect())
+    map.map_or_else(
+        |_| Vec::new(),
+        |map| map.iter().filter_map(Result::ok).collect(),
+    )
 }
 
 /// Checks that maps which are pinned already are what the object takes them for: aya reuses a pin
 /// without looking, and a program would read and write past its values.
 pub(super) fn check(dir: &Path, options: &Options) -> Result<(), DataplaneError> {
-    let object = Object::parse(crate::OBJECT)
-        .map_err(|error| DataplaneError::Object(error.to_string()))?;
+    let object =
+        Object::parse(crate::OBJECT).map_err(|error| DataplaneError::Object(error.to_string()))?;
     for name in map::ALL {
         let wanted = object
             .maps
@@ -114,7 +116,6 @@ pub(super) fn capacity(name: &str, options: &Options) -> Option<u32> {
 }
 
 /// The maps that the agent writes.
-#[derive(Debug)]
 pub(super) struct Maps {
     uplinks: Array<MapData, Uplink>,
     vips: HashMap<MapData, Addr, Vip>,

@@ -73,17 +73,6 @@ pub enum AttachedMode {
     Egress,
 }
 
-impl AttachedMode {
-    /// As the `uplinks` map has it.
-    fn code(self) -> u8 {
-        match self {
-            Self::Native => MODE_NATIVE,
-            Self::Tc => MODE_TC,
-            Self::Egress => MODE_NONE,
-        }
-    }
-}
-
 /// Where a program runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Hook {
@@ -201,6 +190,16 @@ impl Held {
         }
         self.write(&Write::Uplink(slot, Box::new(row)))
     }
+
+    fn write_mode(&mut self, slot: u32, mode: AttachedMode) -> Result<(), DataplaneError> {
+        let mut row = self.rows.uplinks[slot as usize];
+        row.mode = match mode {
+            AttachedMode::Native => MODE_NATIVE,
+            AttachedMode::Tc => MODE_TC,
+            AttachedMode::Egress => MODE_NONE,
+        };
+        self.write_uplink(slot, row)
+    }
 }
 
 /// An uplink as far as the placement of VIPs needs it.
@@ -309,7 +308,6 @@ impl Dataplane {
                 held.write_uplink(slot, row)?;
                 let target = Target {
                     port: want.port,
-                    slot,
                     mode: want.spec.map(|spec| spec.mode),
                 };
                 let mut load = || {
@@ -317,13 +315,8 @@ impl Dataplane {
                         .get_or_insert_with(|| Loader::new(pins, options, ticks))
                         .load(slot)
                 };
-                let mut switch = |mode: AttachedMode| {
-                    let mode = mode.code();
-                    held.write_uplink(slot, Uplink { mode, ..row })
-                };
+                let mut switch = |mode| held.write_mode(slot, mode);
                 let (mode, note) = attacher.ensure(pins, &target, &mut load, &mut switch)?;
-                // The ladder may have gone down without a switch having been due.
-                held.write_uplink(slot, Uplink { mode: mode.code(), ..row })?;
                 Ok((slot, mode, note))
             };
             match one() {
@@ -566,7 +559,10 @@ fn uplink_row(former: &Uplink, want: &Wanted<'_>, host: &Host, routed: &BTreeSet
     row.flags = UPLINK_FORWARD | if drops { UPLINK_BYPASS_DROP } else { 0 };
     row.vlan = spec.vlan.unwrap_or(0);
     row.gateway = spec.gateway.map_or(Addr::UNSPECIFIED, Addr::from);
-    for (place, port) in row.bypass_udp[..MAX_BYPASS_UDP].iter_mut().zip(&spec.bypass_udp) {
+    for (place, port) in row.bypass_udp[..MAX_BYPASS_UDP]
+        .iter_mut()
+        .zip(&spec.bypass_udp)
+    {
         *place = *port;
     }
     row

@@ -41,11 +41,6 @@ impl Pins {
         layout_dir(&self.root)
     }
 
-    /// The pin root.
-    pub(super) fn root(&self) -> &Path {
-        &self.root
-    }
-
     /// Where the link of a hook is.
     pub(super) fn link(&self, hook: Hook, ifindex: u32) -> PathBuf {
         let name = format!("{}-{ifindex}", hook.name());
@@ -180,16 +175,23 @@ pub(super) fn remove_all(root: &Path, held: Option<Pins>) -> Result<UnloadReport
     attach::remove_filters(&uplinks);
     let name_of = |ifindex: u32| {
         let uplink = uplinks.iter().find(|uplink| uplink.ifindex == ifindex);
-        uplink.map_or_else(String::new, |uplink| format!(" ({})", from_name(&uplink.name)))
+        uplink.map_or_else(String::new, |uplink| {
+            format!(" ({})", from_name(&uplink.name))
+        })
     };
     for dir in entries(root)?.into_iter().filter(is_layout) {
         for (hook, ifindex) in links(&dir)? {
             let interface = name_of(ifindex);
-            report.links.push(format!("{}-{ifindex}{interface}", hook.name()));
+            report
+                .links
+                .push(format!("{}-{ifindex}{interface}", hook.name()));
         }
         // Forward paths end before reply paths, so that no new flow starts whose replies nobody rewrites.
         let mut pins = entries(&dir.join("links"))?;
-        pins.sort_by_key(|path| path.file_name().is_some_and(|n| n.as_encoded_bytes().starts_with(b"egress")));
+        pins.sort_by_key(|path| {
+            path.file_name()
+                .is_some_and(|n| n.as_encoded_bytes().starts_with(b"egress"))
+        });
         for pin in pins {
             remove(&pin)?;
         }

@@ -14,7 +14,7 @@ use lb_common::{
     MAX_BACKENDS, MAX_BACKENDS_PER_PORT, MAX_PASS, MAX_PORTS, MAX_UPLINKS,
     MAX_VIP_PORTS_PER_POD_PORT, MAX_VIPS, NAME_LEN, POD_HOST, Pass, Pod, PodPort, PortInfo,
     SERVICE_CLIENT_IP, SERVICE_INSTANCE, Service, ServiceKey, Uplink, VIP_EXTERNAL,
-    VIP_REFUSE_DROP, Vip, backend_id, backend_index, to_name,
+    VIP_REFUSE_DROP, Vip, backend_id, to_name,
 };
 
 use super::GONE_AFTER;
