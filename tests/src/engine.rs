@@ -12,7 +12,7 @@ use aya::{Btf, Ebpf, EbpfLoader, Pod};
 use lb_common::layout::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Flow, FlowKey,
     MAX_BACKENDS_PER_PORT, MAX_VIP_PORTS_PER_POD_PORT, PodPort, Service, ServiceKey, Traffic,
-    Uplink, Vip, backend_id, global, map, program,
+    Uplink, Vip, backend_id, global, map,
 };
 use lb_common::{Verdict, choice};
 
@@ -59,7 +59,7 @@ impl Engine {
     /// Loads the object with room for `living` flows.
     ///
     /// # Errors
-    /// When the kernel refuses it: the verifier's log is in the error.
+    /// When the kernel refuses its maps.
     pub fn load(living: u32) -> Result<Self> {
         let ticks = rustix::time::clock_getres(rustix::time::ClockId::MonotonicCoarse).tv_nsec;
         let ticks = u32::try_from(1_000_000_000 / ticks).context("clock resolution")?;
@@ -71,37 +71,41 @@ impl Engine {
             .map_max_entries(map::LIVING, living)
             .map_max_entries(map::LIVING_REPLY, living)
             .map_max_entries(map::YOUNG, 1024);
-        let mut ebpf = loader
+        let ebpf = loader
             .load(ironlb::OBJECT)
             .context("cannot load the object")?;
-        for name in [program::XDP, program::XDP_PLAIN] {
-            let program: &mut Xdp = ebpf.program_mut(name).context(name)?.try_into()?;
-            program
-                .load()
-                .with_context(|| format!("cannot load {name}"))?;
-        }
-        for name in [program::INGRESS, program::EGRESS] {
-            let program: &mut SchedClassifier = ebpf.program_mut(name).context(name)?.try_into()?;
-            program
-                .load()
-                .with_context(|| format!("cannot load {name}"))?;
-        }
         Ok(Self { ebpf })
     }
 
     /// Runs a program once on a frame.
     ///
     /// # Errors
-    /// When the kernel does not run it, or it did not count exactly one verdict.
+    /// When the kernel refuses it (the verifier's log is in the error) or does not run it, or it did
+    /// not count exactly one verdict.
     pub fn run(&mut self, name: &str, frame: &[u8]) -> Result<Outcome> {
         let before = self.verdicts()?;
         let mut out = vec![0; frame.len().max(256) + 256];
         let mut options = TestRunOptions::new();
         options.data_in = Some(frame);
         options.data_out = Some(&mut out);
+        // Loaded when first run: the verifier takes its time.
         let result = match self.ebpf.program_mut(name).context("no such program")? {
-            aya::programs::Program::Xdp(program) => program.test_run(options),
-            aya::programs::Program::SchedClassifier(program) => program.test_run(options),
+            aya::programs::Program::Xdp(program) => {
+                if program.fd().is_err() {
+                    program
+                        .load()
+                        .with_context(|| format!("cannot load {name}"))?;
+                }
+                program.test_run(options)
+            }
+            aya::programs::Program::SchedClassifier(program) => {
+                if program.fd().is_err() {
+                    program
+                        .load()
+                        .with_context(|| format!("cannot load {name}"))?;
+                }
+                program.test_run(options)
+            }
             _ => bail!("{name} is neither XDP nor TC"),
         }
         .with_context(|| format!("cannot run {name} on {} bytes", frame.len()))?;

@@ -1,6 +1,8 @@
 //! The laboratory alone, without a load balancer in it.
 
+use std::io::{BufRead, BufReader};
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 use ironlb_tests::{API_PORT, IMAGE_PORT, Image, Laboratory, NodeOptions, RPC_PORT, VIP};
 
@@ -65,4 +67,42 @@ fn a_node_may_have_its_provisioning_port_in_a_bridge() {
         .namespace
         .exec(["curl", "-sS", "-f", "--max-time", "2", &url])
         .expect("answer");
+}
+
+#[test]
+fn a_laboratory_whose_owner_was_killed_is_swept() {
+    const OWNER: &str = "IRONLB_TEST_OWNER";
+    if std::env::var_os(OWNER).is_some() {
+        // The child below: builds one and waits to be killed.
+        let lab = Laboratory::builder().build().expect("laboratory");
+        println!("\ndirectory {}", lab.directory().display());
+        println!("namespace {}", lab.switch.path().display());
+        loop {
+            std::thread::park();
+        }
+    }
+    let name = "laboratory::a_laboratory_whose_owner_was_killed_is_swept";
+    let mut owner = Command::new(std::env::current_exe().expect("own executable"))
+        .args(["--exact", name, "--nocapture"])
+        .env(OWNER, "1")
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("owner");
+    let mut lines = BufReader::new(owner.stdout.take().expect("stdout")).lines();
+    let mut path = |what: &str| {
+        let line = lines.find_map(|line| Some(line.ok()?.strip_prefix(what)?.trim().to_owned()));
+        line.expect("the owner says what it built")
+    };
+    let paths = [path("directory"), path("namespace")];
+    ironlb_tests::sweep().expect("sweep");
+    assert!(
+        paths.iter().all(|path| Path::new(path).exists()),
+        "the owner lives"
+    );
+    owner.kill().expect("kill");
+    owner.wait().expect("wait");
+    ironlb_tests::sweep().expect("sweep");
+    for path in paths {
+        assert!(!Path::new(&path).exists(), "{path} stayed");
+    }
 }
