@@ -7,6 +7,7 @@ pub mod cli;
 pub mod config;
 pub mod dataplane;
 pub mod desired;
+pub mod health;
 pub mod interfaces;
 pub mod plan;
 pub mod tables;
