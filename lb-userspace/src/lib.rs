@@ -3,6 +3,7 @@
 //! A pipeline of plain values, each arrow a module:
 //! `source (config) → DesiredState → plan (pure) → TableSet → dataplane (maps)`.
 
+pub mod agent;
 pub mod cli;
 pub mod config;
 pub mod dataplane;

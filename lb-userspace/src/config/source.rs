@@ -20,6 +20,7 @@ const SETTLE: Duration = Duration::from_millis(100);
 /// A configuration file that may change.
 pub struct Source {
     path: PathBuf,
+    /// What it said the last time.
     last: Option<Seen>,
 }
 
@@ -30,9 +31,12 @@ enum Seen {
 }
 
 impl Source {
-    /// A file that has not been looked at yet.
-    pub fn new(path: PathBuf) -> Self {
-        Self { path, last: None }
+    /// Reads a file for the first time: it must be good.
+    pub fn open(path: PathBuf) -> Result<(Self, DesiredState), ConfigError> {
+        let text = read(&path)?;
+        let state = parse(&path, &text)?;
+        let last = Some(Seen::Text(text));
+        Ok((Self { path, last }, state))
     }
 
     /// The file's path.
@@ -76,12 +80,13 @@ impl Watch {
             _ => Path::new("."),
         };
         let (sender, signs) = watch::channel(0);
-        let mut watcher = notify::recommended_watcher(move |event: notify::Result<notify::Event>| {
-            // Our own reading is an event too; a watch that lost events is a reason to look.
-            if event.map_or(true, |event| !matches!(event.kind, EventKind::Access(_))) {
-                sender.send_modify(|count| *count += 1);
-            }
-        })?;
+        let mut watcher =
+            notify::recommended_watcher(move |event: notify::Result<notify::Event>| {
+                // Our own reading is an event too; a watch that lost events is a reason to look.
+                if event.map_or(true, |event| !matches!(event.kind, EventKind::Access(_))) {
+                    sender.send_modify(|count| *count += 1);
+                }
+            })?;
         watcher.watch(folder, RecursiveMode::NonRecursive)?;
         Ok(Self {
             _watcher: watcher,
@@ -144,8 +149,8 @@ mod tests {
         let path = folder.path().join("lb.yaml");
         fs::write(&path, file("172.22.0.2")).expect("write");
         let mut watch = Watch::new(&path).expect("a watch");
-        let mut source = Source::new(path.clone());
-        assert_eq!(vip(source.news().expect("good")).as_deref(), Some("172.22.0.2"));
+        let (mut source, state) = Source::open(path.clone()).expect("good");
+        assert_eq!(vip(Some(state)).as_deref(), Some("172.22.0.2"));
         assert_eq!(source.news().expect("good"), None);
         quiet(&mut watch).await;
 
@@ -153,15 +158,24 @@ mod tests {
         fs::write(&new, file("172.22.0.3")).expect("write");
         fs::rename(&new, &path).expect("rename");
         sign(&mut watch).await;
-        assert_eq!(vip(source.news().expect("good")).as_deref(), Some("172.22.0.3"));
+        assert_eq!(
+            vip(source.news().expect("good")).as_deref(),
+            Some("172.22.0.3")
+        );
 
         fs::write(&path, file("172.22.0.4")).expect("write");
         sign(&mut watch).await;
-        assert_eq!(vip(source.news().expect("good")).as_deref(), Some("172.22.0.4"));
+        assert_eq!(
+            vip(source.news().expect("good")).as_deref(),
+            Some("172.22.0.4")
+        );
         quiet(&mut watch).await;
 
         source.forget();
-        assert_eq!(vip(source.news().expect("good")).as_deref(), Some("172.22.0.4"));
+        assert_eq!(
+            vip(source.news().expect("good")).as_deref(),
+            Some("172.22.0.4")
+        );
     }
 
     #[tokio::test]
@@ -175,20 +189,29 @@ mod tests {
         symlink("..v1", at("..data")).expect("a link");
         symlink("..data/lb.yaml", at("lb.yaml")).expect("a link");
         let mut watch = Watch::new(&at("lb.yaml")).expect("a watch");
-        let mut source = Source::new(at("lb.yaml"));
-        assert_eq!(vip(source.news().expect("good")).as_deref(), Some("172.22.0.2"));
+        let (mut source, state) = Source::open(at("lb.yaml")).expect("good");
+        assert_eq!(vip(Some(state)).as_deref(), Some("172.22.0.2"));
 
         symlink("..v2", at("..data_tmp")).expect("a link");
         fs::rename(at("..data_tmp"), at("..data")).expect("rename");
         sign(&mut watch).await;
-        assert_eq!(vip(source.news().expect("good")).as_deref(), Some("172.22.0.3"));
+        assert_eq!(
+            vip(source.news().expect("good")).as_deref(),
+            Some("172.22.0.3")
+        );
     }
 
     #[test]
     fn a_bad_file_and_a_missing_one_are_told_once_each() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("lb.yaml");
-        let mut source = Source::new(path.clone());
+        assert!(matches!(
+            Source::open(path.clone()),
+            Err(ConfigError::Read { .. })
+        ));
+        fs::write(&path, file("172.22.0.3")).expect("write");
+        let (mut source, _) = Source::open(path.clone()).expect("good");
+        fs::remove_file(&path).expect("remove");
         assert!(matches!(source.news(), Err(ConfigError::Read { .. })));
         assert!(matches!(source.news(), Ok(None)));
         fs::write(&path, "uplinks: oops").expect("write");

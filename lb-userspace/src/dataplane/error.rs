@@ -8,7 +8,9 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum DataplaneError {
     /// The pin root is not on a bpffs.
-    #[error("{path} is not on a bpffs: run `mount -t bpf bpf /sys/fs/bpf`, or name a bpffs with --bpffs")]
+    #[error(
+        "{path} is not on a bpffs: run `mount -t bpf bpf /sys/fs/bpf`, or name a bpffs with --bpffs"
+    )]
     NotBpffs {
         /// The path, or its nearest ancestor that exists.
         path: PathBuf,
