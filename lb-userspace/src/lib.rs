@@ -10,6 +10,7 @@ pub mod dataplane;
 pub mod desired;
 pub mod health;
 pub mod interfaces;
+pub mod kubernetes;
 pub mod plan;
 pub mod tables;
 
