@@ -3,7 +3,9 @@
 //! A pipeline of plain values, each arrow a module:
 //! `source (config) → DesiredState → plan (pure) → TableSet → dataplane (maps)`.
 
+pub mod dataplane;
 pub mod desired;
+pub mod interfaces;
 pub mod tables;
 
 /// The eBPF object that the programs are loaded from.
