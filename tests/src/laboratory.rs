@@ -390,18 +390,31 @@ impl Laboratory {
     }
 }
 
+impl Laboratory {
+    /// What the agents said goes with the directory: a failed test shows it.
+    fn show_agent_logs(&self) {
+        let Ok(files) = fs::read_dir(self.directory()) else {
+            return;
+        };
+        for path in files.flatten().map(|file| file.path()) {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            if let Some(log) = fs::read_to_string(&path)
+                .ok()
+                .filter(|_| name.contains("-agent-"))
+            {
+                eprintln!("--- {name}:\n{log}---");
+            }
+        }
+    }
+}
+
 impl Drop for Laboratory {
     fn drop(&mut self) {
         if self.kept {
             return;
         }
         if std::thread::panicking() {
-            // What the agents said is gone with the directory: show it with the failure.
-            for node in &self.nodes {
-                if let Ok(log) = fs::read_to_string(node.namespace.file("agent.log")) {
-                    eprintln!("--- agent on {} said:\n{log}---", node.name);
-                }
-            }
+            self.show_agent_logs();
         }
         for pod in self.nodes.iter_mut().flat_map(|node| &mut node.pods) {
             // Ended already is fine.

@@ -12,6 +12,7 @@
 mod agent;
 mod capture;
 mod command;
+mod download;
 mod image;
 mod laboratory;
 mod load;
@@ -20,15 +21,18 @@ mod namespace;
 mod process;
 mod registry;
 mod web;
+mod wire;
 
 pub use agent::{Agent, ironlb};
 pub use capture::Capture;
 pub use command::{run, run_with_input, wait_until};
+pub use download::Download;
 pub use image::Image;
 pub use laboratory::{Builder, Host, Laboratory, Node, NodeOptions, Pod, VIP};
 pub use load::{Load, LoadReport};
-pub use maps::Maps;
+pub use maps::{KernelObjects, Maps};
 pub use namespace::Namespace;
 pub use process::Process;
 pub use registry::{down, kept, sweep};
 pub use web::{API_PORT, IMAGE_PORT, RPC_PORT};
+pub use wire::{Wire, arp_question};

@@ -1,10 +1,12 @@
 //! The pinned maps of a node, read (and where a test must, written) as any tool could.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use aya::maps::{Array, HashMap, Map, MapData, PerCpuArray};
+use aya::maps::{Array, HashMap, Map, MapData, PerCpuArray, loaded_maps};
+use aya::programs::{loaded_links, loaded_programs};
 use lb_common::layout::{Addr, Control, Flow, FlowKey, LAYOUT_VERSION, Vip, map};
 use lb_common::verdict::Verdict;
 
@@ -85,5 +87,56 @@ impl Maps {
             .with_context(|| format!("{vip} is not in {}", map::VIPS))?;
         value.answer_until = until;
         Ok(vips.insert(key, value, 0)?)
+    }
+
+    /// Everything in the kernel that belongs to these maps.
+    ///
+    /// # Errors
+    /// When the maps are not there or the kernel does not list its objects.
+    pub fn kernel_objects(&self) -> Result<KernelObjects> {
+        let mut objects = KernelObjects::default();
+        for name in map::ALL {
+            objects.maps.insert(self.open(name)?.info()?.id());
+        }
+        for program in loaded_programs() {
+            // It may have gone between being listed and being asked.
+            let Ok(program) = program else { continue };
+            let used = program.map_ids().ok().flatten().unwrap_or_default();
+            if used.iter().any(|id| objects.maps.contains(id)) {
+                let name = program.name_as_str().unwrap_or_default();
+                objects.programs.insert(program.id(), name.to_owned());
+            }
+        }
+        for link in loaded_links().flatten() {
+            if objects.programs.contains_key(&link.program_id()) {
+                objects.links.insert(link.id(), link.program_id());
+            }
+        }
+        Ok(objects)
+    }
+}
+
+/// Ids of BPF objects in the kernel.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KernelObjects {
+    /// Maps.
+    pub maps: BTreeSet<u32>,
+    /// Programs that use them, with their names.
+    pub programs: BTreeMap<u32, String>,
+    /// Links of these programs: link to program.
+    pub links: BTreeMap<u32, u32>,
+}
+
+impl KernelObjects {
+    /// Those of them that the kernel still has.
+    pub fn left(&self) -> Self {
+        let maps: BTreeSet<_> = loaded_maps().flatten().map(|map| map.id()).collect();
+        let programs: BTreeSet<_> = loaded_programs().flatten().map(|p| p.id()).collect();
+        let links: BTreeSet<_> = loaded_links().flatten().map(|link| link.id()).collect();
+        let mut left = self.clone();
+        left.maps.retain(|id| maps.contains(id));
+        left.programs.retain(|id, _| programs.contains(id));
+        left.links.retain(|id, _| links.contains(id));
+        left
     }
 }

@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -95,7 +96,10 @@ impl Namespace {
         label: &str,
         words: impl IntoIterator<Item = S>,
     ) -> Result<Process> {
-        let log = self.file(&format!("{label}.log"));
+        // A log of its own for each, also of those with one label.
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let log = self.file(&format!("{label}-{number}.log"));
         Process::start(&mut self.command_of(words)?, label, &log)
     }
 
@@ -152,17 +156,24 @@ impl Namespace {
             })
     }
 
-    /// Index of an interface here.
+    /// Index and MAC of an interface here.
     ///
     /// # Errors
     /// When there is none of that name.
-    pub fn ifindex(&self, interface: &str) -> Result<u32> {
-        // /sys shows the namespace it was mounted from, so ask by a command.
-        let shown = self.exec(["ip", "-j", "link", "show", "dev", interface])?;
+    pub fn interface(&self, name: &str) -> Result<(u32, [u8; 6])> {
+        // /sys shows the namespace that it was mounted in, so ask by a command.
+        let shown = self.exec(["ip", "-j", "link", "show", "dev", name])?;
         let shown: serde_json::Value = serde_json::from_str(&shown)?;
-        let index = shown[0]["ifindex"].as_u64();
-        let index = index.with_context(|| format!("no index of {interface} in {shown}"))?;
-        Ok(u32::try_from(index)?)
+        let read = || {
+            let index = u32::try_from(shown[0]["ifindex"].as_u64()?).ok()?;
+            let mut mac = [0; 6];
+            let mut octets = shown[0]["address"].as_str()?.split(':');
+            for octet in &mut mac {
+                *octet = u8::from_str_radix(octets.next()?, 16).ok()?;
+            }
+            Some((index, mac))
+        };
+        read().with_context(|| format!("no index and MAC of {name} in {shown}"))
     }
 
     /// Ends what runs in the namespace `name`, then removes it. Not being there is fine.
