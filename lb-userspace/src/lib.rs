@@ -3,9 +3,12 @@
 //! A pipeline of plain values, each arrow a module:
 //! `source (config) → DesiredState → plan (pure) → TableSet → dataplane (maps)`.
 
+pub mod cli;
+pub mod config;
 pub mod dataplane;
 pub mod desired;
 pub mod interfaces;
+pub mod plan;
 pub mod tables;
 
 /// The eBPF object that the programs are loaded from.

@@ -1,2 +1,7 @@
-//! ironlb.
-fn main() {}
+//! The `ironlb` binary: the command line and nothing else.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    ironlb::cli::main()
+}

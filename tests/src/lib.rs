@@ -13,6 +13,7 @@ mod agent;
 mod capture;
 mod command;
 mod download;
+pub mod engine;
 mod image;
 mod laboratory;
 mod load;

@@ -1,0 +1,503 @@
+use std::path::Path;
+
+use super::*;
+use crate::desired::{
+    Announce, BackendSpec, Bypass, HealthSpec, InstancePorts, Mode, PassSpec, PortSpec, Refuse,
+    ServiceSpec, UplinkSelector, UplinkSpec, VipSpec,
+};
+
+/// A file that is right, one value a line where tests replace something.
+const GOOD: &str = "\
+apiVersion: ironlb.dev/v1
+uplinks:
+  - {subnet: 172.22.0.0/24, mode: native, vlan: 7, gateway: 172.22.0.1, bypass: drop, bypass_udp: [53]}
+vips:
+  - {address: 172.22.0.2, announce: external, nodes: null, refuse: drop, pass: [udp/69, icmp], namespaces: [metal3], autoAssign: true}
+  - {address: 172.22.0.3}
+  - {address: 172.22.0.4}
+services:
+  - name: ironic
+    vip: 172.22.0.2
+    ports: [{name: api, port: 6385}, {name: images, port: 80, targetPort: 6180}]
+    instance_ports: {images: 6200-6231}
+    health: {tcp: 6385, interval: 250ms, fail: 5}
+    sessionAffinity: ClientIP
+    backends:
+      - {instance: ironic-0, slot: 0, address: 10.244.0.11}
+      - {instance: ironic-1, slot: 31, address: 10.244.0.12, ready: false}
+  - name: other
+    vip: 172.22.0.3
+    ports: [{name: api, port: 6385}]
+";
+
+fn ip(text: &str) -> std::net::IpAddr {
+    text.parse().expect("an address")
+}
+
+fn mistakes(text: &str) -> Vec<String> {
+    match parse(Path::new("lb.yaml"), text) {
+        Err(ConfigError::Invalid { problems, .. }) => {
+            problems.iter().map(ToString::to_string).collect()
+        }
+        other => panic!("expected mistakes, got {other:?} for\n{text}"),
+    }
+}
+
+#[test]
+fn every_key_of_the_format_arrives_in_the_desired_state() {
+    let state = parse(Path::new("lb.yaml"), GOOD).expect("a good file");
+    assert_eq!(
+        state.uplinks,
+        [UplinkSpec {
+            selector: UplinkSelector::Subnet(ip("172.22.0.0"), 24),
+            mode: Mode::Native,
+            vlan: Some(7),
+            gateway: Some(ip("172.22.0.1")),
+            bypass: Bypass::Drop,
+            bypass_udp: vec![53],
+        }]
+    );
+    let pass = |protocol, port| PassSpec { protocol, port };
+    assert_eq!(
+        state.vips,
+        [
+            VipSpec {
+                address: ip("172.22.0.2"),
+                announce: Announce::External,
+                refuse: Refuse::Drop,
+                pass: vec![pass(17, 69), pass(1, 0)],
+            },
+            VipSpec {
+                address: ip("172.22.0.3"),
+                announce: Announce::Always,
+                refuse: Refuse::Reject,
+                pass: vec![],
+            },
+            VipSpec {
+                address: ip("172.22.0.4"),
+                announce: Announce::Always,
+                refuse: Refuse::Reject,
+                pass: vec![],
+            },
+        ]
+    );
+    let backend = |instance: &str, slot, address, ready| BackendSpec {
+        instance: instance.into(),
+        slot: Some(slot),
+        address: ip(address),
+        uid: String::new(),
+        ready,
+    };
+    assert_eq!(
+        state.services[0],
+        ServiceSpec {
+            name: "ironic".into(),
+            vip: ip("172.22.0.2"),
+            ports: vec![
+                PortSpec {
+                    name: "api".into(),
+                    port: 6385,
+                    target_port: 6385
+                },
+                PortSpec {
+                    name: "images".into(),
+                    port: 80,
+                    target_port: 6180
+                },
+            ],
+            instance_ports: vec![InstancePorts {
+                port_name: "images".into(),
+                base: 6200,
+                last: 6231
+            }],
+            client_affinity: true,
+            health: Some(HealthSpec {
+                tcp: 6385,
+                interval: std::time::Duration::from_millis(250),
+                fail: 5
+            }),
+            backends: vec![
+                backend("ironic-0", 0, "10.244.0.11", true),
+                backend("ironic-1", 31, "10.244.0.12", false),
+            ],
+        }
+    );
+    assert_eq!(state.services[1].health, None);
+    assert!(!state.services[1].client_affinity);
+}
+
+#[test]
+fn what_is_left_out_has_the_documented_defaults() {
+    let text = "apiVersion: ironlb.dev/v1\nuplinks: [{name: 'enp*f1'}, {mac: 52:54:00:12:34:5f}]\npeers: {}\n";
+    let state = parse(Path::new("lb.yaml"), text).expect("a good file");
+    let [by_name, by_mac] = &state.uplinks[..] else {
+        panic!("two uplinks, got {:?}", state.uplinks);
+    };
+    assert_eq!(by_name.selector, UplinkSelector::Name("enp*f1".into()));
+    assert_eq!(
+        by_mac.selector,
+        UplinkSelector::Mac([0x52, 0x54, 0, 0x12, 0x34, 0x5f])
+    );
+    assert_eq!((by_name.mode, by_name.bypass), (Mode::Auto, Bypass::Auto));
+    assert_eq!(by_name.bypass_udp, [53, 123, 623]);
+    assert_eq!((by_name.vlan, by_name.gateway), (None, None));
+}
+
+#[test]
+fn each_mistake_is_one_message_with_its_place() {
+    let cases: &[(&str, &str, &str)] = &[
+        // Structure.
+        (
+            "mode: native",
+            "mod: native",
+            "3:29: uplinks[0].mod: unknown field `mod`",
+        ),
+        (
+            "mode: native",
+            "mode: native, mode: tc",
+            "3:43: uplinks[0]: duplicate mapping key `mode`",
+        ),
+        (
+            "mode: native",
+            "mode: [native]",
+            "3:35: uplinks[0].mode: expected string scalar",
+        ),
+        (
+            "services:",
+            "serivces:",
+            "8:1: serivces: unknown field `serivces`",
+        ),
+        (
+            "apiVersion: ironlb.dev/v1\n",
+            "",
+            "1:1: missing field `apiVersion`",
+        ),
+        (
+            "{images: 6200-6231}",
+            "{images: 6200-6231, images: 1-2}",
+            "12:41: services[0].instance_ports: duplicate mapping key `images`",
+        ),
+        (
+            "port: 80",
+            "port: www",
+            "11:59: services[0].ports[1].port: not a whole number",
+        ),
+        (
+            "ready: false",
+            "ready: perhaps",
+            "17:69: services[0].backends[1].ready: not `true` or `false`",
+        ),
+        (
+            "port: 6385}]\n",
+            "port: 6385}]\n---\nuplinks: []\n",
+            "22:1: a second document",
+        ),
+        // Values.
+        (
+            "ironlb.dev/v1",
+            "ironlb.dev/v2",
+            "1:13: apiVersion: `ironlb.dev/v2` is not a format",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "subnet: 172.22.0.9/24",
+            "3:14: uplinks[0].subnet: 172.22.0.9/24 has host bits set; the subnet is 172.22.0.0/24",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "subnet: 172.22.0.0",
+            "3:14: uplinks[0].subnet: `172.22.0.0` is not a subnet",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "subnet: 0.0.0.0/0",
+            "3:14: uplinks[0].subnet: 0.0.0.0/0 is every network",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "mac: 53:54:00:12:34:56",
+            "3:11: uplinks[0].mac: 53:54:00:12:34:56 is not the MAC of an interface",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "mac: 52:54:00:12:34:+6",
+            "3:11: uplinks[0].mac: `52:54:00:12:34:+6` is not a MAC",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "subnet: 172.22.0.0/24, name: eth1",
+            "3:5: uplinks[0]: an uplink is found by exactly one of",
+        ),
+        (
+            "subnet: 172.22.0.0/24, ",
+            "",
+            "3:5: uplinks[0]: an uplink is found by exactly one of",
+        ),
+        (
+            "mode: native",
+            "mode: fast",
+            "3:35: uplinks[0].mode: `fast` is not one of `auto`, `native`, `tc`",
+        ),
+        (
+            "vlan: 7",
+            "vlan: 4095",
+            "3:49: uplinks[0].vlan: 4095 is not a VLAN (1-4094)",
+        ),
+        (
+            "gateway: 172.22.0.1",
+            "gateway: 172.23.0.1",
+            "3:61: uplinks[0].gateway: 172.23.0.1 is not in the uplink's subnet",
+        ),
+        (
+            "bypass: drop",
+            "bypass: on",
+            "3:81: uplinks[0].bypass: `on` is not one of `auto`, `drop`, `allow`",
+        ),
+        (
+            "[53]",
+            "[53, 0]",
+            "3:104: uplinks[0].bypass_udp[1]: 0 is not a port (1-65535)",
+        ),
+        (
+            "[53]",
+            "[53, 53]",
+            "3:104: uplinks[0].bypass_udp[1]: port 53 twice",
+        ),
+        (
+            "[53]",
+            "[1, 2, 3, 4, 5, 6, 7, 8, 9]",
+            "3:99: uplinks[0].bypass_udp: 9 ports; at most 8",
+        ),
+        (
+            "announce: external",
+            "announce: elect",
+            "5:37: vips[0].announce: `elect` needs peers",
+        ),
+        (
+            "announce: external",
+            "announce: allways",
+            "5:37: vips[0].announce: `allways` is not one of `always`, `external`",
+        ),
+        (
+            "nodes: null",
+            "nodes: [a]",
+            "5:54: vips[0].nodes: nodes can only be chosen among peers",
+        ),
+        (
+            "refuse: drop",
+            "refuse: no",
+            "5:68: vips[0].refuse: `no` is not one of `reject`, `drop`",
+        ),
+        (
+            "udp/69",
+            "udp/0",
+            "5:81: vips[0].pass[0]: `udp/0`: `0` is not a port",
+        ),
+        (
+            "udp/69",
+            "tftp",
+            "5:81: vips[0].pass[0]: `tftp` is not an IP protocol",
+        ),
+        (
+            "udp/69",
+            "icmp/8",
+            "5:81: vips[0].pass[0]: `icmp/8`: icmp has no ports",
+        ),
+        (
+            "udp/69",
+            "tcp/6385",
+            "11:31: services[0].ports[0].port: port 6385 of 172.22.0.2 is already taken by `pass: tcp/6385` of the VIP (line 5)",
+        ),
+        (
+            "address: 172.22.0.4",
+            "address: 172.22.0",
+            "7:15: vips[2].address: `172.22.0` is not an IP address",
+        ),
+        (
+            "address: 172.22.0.4",
+            "address: 224.0.0.1",
+            "7:15: vips[2].address: 224.0.0.1 is not a unicast address",
+        ),
+        (
+            "address: 172.22.0.4",
+            "address: fd00::2",
+            "7:15: vips[2].address: IPv6 is not served yet: fd00::2",
+        ),
+        (
+            "address: 172.22.0.4",
+            "address: 172.22.0.2",
+            "7:15: vips[2].address: VIP 172.22.0.2 is already in line 5",
+        ),
+        (
+            "172.22.0.4",
+            "10.0.0.1",
+            "7:15: vips[2].address: 10.0.0.1 is in no uplink's subnet",
+        ),
+        (
+            "services:",
+            "peers: {nodes: [172.22.0.11]}\nservices:",
+            "8:8: peers: peers are not supported yet",
+        ),
+        (
+            "name: other",
+            "name: ironic",
+            "18:11: services[1].name: service `ironic` is already in line 9",
+        ),
+        (
+            "vip: 172.22.0.3",
+            "vip: 172.22.0.5",
+            "19:10: services[1].vip: 172.22.0.5 is not in `vips`",
+        ),
+        (
+            "vip: 172.22.0.3",
+            "vip: 172.22.0.2",
+            "20:31: services[1].ports[0].port: port 6385 of 172.22.0.2 is already taken by port `api` of service `ironic` (line 11)",
+        ),
+        (
+            "[{name: api, port: 6385}]",
+            "[]",
+            "20:12: services[1].ports: a service needs at least one port",
+        ),
+        (
+            "targetPort: 6180}",
+            "targetPort: 6180}, {name: images, port: 81}",
+            "11:89: services[0].ports[2].name: port `images` is already in line 11",
+        ),
+        (
+            "port: 80,",
+            "port: 65536,",
+            "11:59: services[0].ports[1].port: 65536 is not a port (1-65535)",
+        ),
+        (
+            "targetPort: 6180",
+            "targetPort: -1",
+            "11:75: services[0].ports[1].targetPort: -1 is not a port",
+        ),
+        (
+            "{images: 6200-6231}",
+            "{isos: 6200-6231}",
+            "12:28: services[0].instance_ports.isos: the service has no port named `isos`; it has `api`, `images`",
+        ),
+        (
+            "{images: 6200-6231}",
+            "{images: 6231-6200}",
+            "12:30: services[0].instance_ports.images: `6231-6200` is not a range",
+        ),
+        (
+            "{images: 6200-6231}",
+            "{images: 6380-6411}",
+            "12:30: services[0].instance_ports.images: port 6385 of 172.22.0.2 is already taken by port `api`",
+        ),
+        (
+            "{images: 6200-6231}",
+            "{images: 6200-6231, api: 6231-6262}",
+            "12:30: services[0].instance_ports.images: port 6231 of 172.22.0.2 is already taken by instance ports `api` of service `ironic`",
+        ),
+        (
+            "interval: 250ms",
+            "interval: 250",
+            "13:35: services[0].health.interval: `250` is not a time",
+        ),
+        (
+            "interval: 250ms",
+            "interval: 1ms",
+            "13:35: services[0].health.interval: `1ms` is not a time between",
+        ),
+        (
+            "fail: 5",
+            "fail: 0",
+            "13:48: services[0].health.fail: 0 is not a count",
+        ),
+        (
+            "sessionAffinity: ClientIP",
+            "sessionAffinity: ClientIp",
+            "14:22: services[0].sessionAffinity: `ClientIp` is not one of `None`, `ClientIP`",
+        ),
+        (
+            "instance: ironic-1",
+            "instance: ironic-0",
+            "17:20: services[0].backends[1].instance: instance `ironic-0` is already in line 16",
+        ),
+        (
+            "slot: 31",
+            "slot: 32",
+            "17:36: services[0].backends[1].slot: slot 32 has no port in the range `images` 6200-6231, which ends with slot 31",
+        ),
+        (
+            "slot: 31",
+            "slot: 0",
+            "17:36: services[0].backends[1].slot: slot 0 is already that of instance `ironic-0`",
+        ),
+        (
+            "10.244.0.12",
+            "10.244.0.11",
+            "17:49: services[0].backends[1].address: 10.244.0.11 is already the address of instance `ironic-0`",
+        ),
+        (
+            "10.244.0.12",
+            "172.22.0.3",
+            "17:49: services[0].backends[1].address: 172.22.0.3 is the VIP of line 6",
+        ),
+        (
+            "10.244.0.12",
+            "fd00::12",
+            "17:49: services[0].backends[1].address: IPv6 is not served yet",
+        ),
+    ];
+    let mut wrong = Vec::new();
+    for (find, replace, expected) in cases {
+        let at = GOOD.find(find).unwrap_or_else(|| panic!("no `{find}`"));
+        let text = format!("{}{replace}{}", &GOOD[..at], &GOOD[at + find.len()..]);
+        let found = mistakes(&text);
+        if found.len() != 1 || !found[0].starts_with(expected) {
+            wrong.push(format!(
+                "`{find}` → `{replace}`: {found:#?}, expected {expected}…"
+            ));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn all_mistakes_of_meaning_are_told_at_once_in_the_order_of_the_file() {
+    let text = GOOD
+        .replace("mode: native", "mode: fast")
+        .replace("port: 80,", "port: 0,")
+        .replace("slot: 31", "slot: 99");
+    let found = mistakes(&text);
+    let lines: Vec<_> = found.iter().map(|m| m.split(':').next()).collect();
+    assert_eq!(lines, [Some("3"), Some("11"), Some("17")], "{found:#?}");
+}
+
+#[test]
+fn broken_yaml_is_an_error_and_never_a_panic() {
+    for text in [
+        "",
+        "\t- x",
+        "a: &a [*a]",
+        "foo",
+        "[",
+        "uplinks: {{{",
+        "\u{0}",
+        "- - - -",
+        "? : ?",
+    ] {
+        assert_eq!(mistakes(text).len(), 1, "{text:?}");
+    }
+}
+
+#[test]
+fn the_message_names_the_file() {
+    let error = parse(Path::new("/etc/ironlb/lb.yaml"), "foo").expect_err("no mapping");
+    assert!(
+        error.to_string().starts_with("/etc/ironlb/lb.yaml:1:1: "),
+        "{error}"
+    );
+    let missing = load(Path::new("/nonexistent/lb.yaml")).expect_err("no such file");
+    assert!(
+        missing
+            .to_string()
+            .starts_with("cannot read /nonexistent/lb.yaml: No such file"),
+        "{missing}"
+    );
+}

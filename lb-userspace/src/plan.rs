@@ -1,0 +1,367 @@
+//! From what is wanted and what is healthy to what the maps shall hold: a pure function.
+//!
+//! The order of lists means nothing: equal sets give equal tables. Where something does not fit or
+//! clashes, only that loses, in an order that depends on names and numbers alone, with a [`Warning`].
+
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use lb_common::choice::name_hash;
+use lb_common::{
+    MAX_BACKENDS, MAX_BACKENDS_PER_PORT, MAX_PASS, MAX_PORTS, MAX_VIP_PORTS_PER_POD_PORT,
+};
+
+use crate::desired::{BackendSpec, DesiredState, PortSpec, ServiceSpec};
+use crate::tables::{BackendRow, PortRow, TableSet, VipRow};
+
+/// What the checks found: backends that are known not to answer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Health {
+    down: BTreeSet<(String, IpAddr)>,
+}
+
+impl Health {
+    /// Notes a result for the backend of a service; returns whether that changes anything.
+    pub fn set(&mut self, service: &str, address: IpAddr, up: bool) -> bool {
+        let key = (service.to_owned(), address);
+        if up {
+            self.down.remove(&key)
+        } else {
+            self.down.insert(key)
+        }
+    }
+
+    /// Whether a backend is not known to be down.
+    pub fn is_up(&self, service: &str, address: IpAddr) -> bool {
+        !self.down.contains(&(service.to_owned(), address))
+    }
+}
+
+/// Something wanted that the tables do not hold.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+pub enum Warning {
+    /// The service's VIP is not among the VIPs.
+    #[error("service {service}: {vip} is not a VIP of this agent; the service is not served")]
+    UnknownVip {
+        /// Service.
+        service: String,
+        /// Its VIP.
+        vip: IpAddr,
+    },
+    /// A VIP port is wanted twice.
+    #[error("service {service}: port {port} of {vip} is already taken by service {taken_by}")]
+    PortTaken {
+        /// Service that does not get the port.
+        service: String,
+        /// VIP.
+        vip: IpAddr,
+        /// Port.
+        port: u16,
+        /// Service that has it.
+        taken_by: String,
+    },
+    /// Two backends have one slot.
+    #[error(
+        "service {service}: slot {slot} of {instance} is already that of {taken_by}; {instance} has no instance port"
+    )]
+    SlotTaken {
+        /// Service.
+        service: String,
+        /// Slot.
+        slot: u32,
+        /// Backend without instance ports.
+        instance: String,
+        /// Backend that has the slot.
+        taken_by: String,
+    },
+    /// A slot is beyond a range.
+    #[error(
+        "service {service}: instance ports `{port_name}` end before slot {slot} of {instance}; it has no port there"
+    )]
+    SlotOutOfRange {
+        /// Service.
+        service: String,
+        /// Range.
+        port_name: String,
+        /// Slot.
+        slot: u32,
+        /// Backend.
+        instance: String,
+    },
+    /// A range is for a port that the service does not have.
+    #[error(
+        "service {service}: instance ports are for a port `{port_name}`, which it does not have"
+    )]
+    UnknownPortName {
+        /// Service.
+        service: String,
+        /// Name.
+        port_name: String,
+    },
+    /// A service has more backends than a choice can be made among.
+    #[error(
+        "service {service}: {instance} is unused; at most {MAX_BACKENDS_PER_PORT} backends a service"
+    )]
+    BackendUnused {
+        /// Service.
+        service: String,
+        /// Backend.
+        instance: String,
+    },
+    /// Too many VIP ports lead to a pod port.
+    #[error(
+        "service {service}: port {port} of {vip} does not lead to {instance} ({address}:{target_port}); \
+         at most {MAX_VIP_PORTS_PER_POD_PORT} VIP ports may lead to one pod port"
+    )]
+    TooManyVipPorts {
+        /// Service.
+        service: String,
+        /// VIP.
+        vip: IpAddr,
+        /// Port.
+        port: u16,
+        /// Backend.
+        instance: String,
+        /// Its address.
+        address: IpAddr,
+        /// Its port.
+        target_port: u16,
+    },
+    /// A VIP passes more than fits.
+    #[error("VIP {vip}: only {MAX_PASS} entries of `pass` are used")]
+    TooManyPasses {
+        /// VIP.
+        vip: IpAddr,
+    },
+    /// The tables are full.
+    #[error(
+        "service {service}: port {port} of {vip} is not served; \
+         at most {MAX_PORTS} VIP ports and {MAX_BACKENDS} backends of VIP ports an agent"
+    )]
+    TablesFull {
+        /// Service.
+        service: String,
+        /// VIP.
+        vip: IpAddr,
+        /// Port.
+        port: u16,
+    },
+}
+
+/// The tables for a desired state, and what of it they do not hold, sorted.
+///
+/// - A shared port lists the service's backends sorted by instance; those that are not ready stay
+///   (their flows go on) without being eligible. With none eligible the port refuses.
+/// - An instance port exists for every slot that a backend has, and leads to that backend alone. The
+///   rest of a range has no row: it is refused like any port that is not configured.
+pub fn plan(state: &DesiredState, health: &Health) -> (TableSet, Vec<Warning>) {
+    let mut planner = Planner::default();
+    for vip in &state.vips {
+        let mut pass = vip.pass.clone();
+        pass.sort_unstable();
+        pass.dedup();
+        if pass.len() > MAX_PASS {
+            planner
+                .warnings
+                .push(Warning::TooManyPasses { vip: vip.address });
+            pass.truncate(MAX_PASS);
+        }
+        let row = VipRow {
+            announce: vip.announce,
+            refuse: vip.refuse,
+            pass,
+        };
+        planner.tables.vips.insert(vip.address, row);
+    }
+    let mut services: Vec<_> = state.services.iter().collect();
+    services.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+    for service in services {
+        planner.service(service, health);
+    }
+    planner.limit_vip_ports_per_pod_port();
+    planner.limit_tables();
+    planner.warnings.sort_unstable();
+    (planner.tables, planner.warnings)
+}
+
+#[derive(Default)]
+struct Planner {
+    tables: TableSet,
+    warnings: Vec<Warning>,
+}
+
+impl Planner {
+    fn service(&mut self, service: &ServiceSpec, health: &Health) {
+        let ServiceSpec {
+            name,
+            vip,
+            ports,
+            instance_ports,
+            client_affinity: _,
+            health: _,
+            backends,
+        } = service;
+        if !self.tables.vips.contains_key(vip) {
+            self.warnings.push(Warning::UnknownVip {
+                service: name.clone(),
+                vip: *vip,
+            });
+            return;
+        }
+        let mut backends: Vec<_> = backends.iter().collect();
+        backends.sort_unstable();
+        let unused = backends.split_off(backends.len().min(MAX_BACKENDS_PER_PORT));
+        self.warnings
+            .extend(unused.iter().map(|backend| Warning::BackendUnused {
+                service: name.clone(),
+                instance: backend.instance.clone(),
+            }));
+        let row = |backend: &BackendSpec, port: u16| BackendRow {
+            instance: backend.instance.clone(),
+            uid: backend.uid.clone(),
+            address: backend.address,
+            port,
+            eligible: backend.ready && health.is_up(name, backend.address),
+        };
+
+        let mut ports: Vec<_> = ports.iter().collect();
+        ports.sort_unstable_by_key(|port| (port.port, &port.name));
+        for port in &ports {
+            let rows = backends
+                .iter()
+                .map(|backend| row(backend, port.target_port));
+            self.port(service, port.port, port, None, rows.collect());
+        }
+
+        let slots = self.slots(name, &backends);
+        let mut ranges: Vec<_> = instance_ports.iter().collect();
+        ranges.sort_unstable_by_key(|range| (range.base, range.last, &range.port_name));
+        for range in ranges {
+            let Some(target) = ports.iter().find(|port| port.name == range.port_name) else {
+                self.warnings.push(Warning::UnknownPortName {
+                    service: name.clone(),
+                    port_name: range.port_name.clone(),
+                });
+                continue;
+            };
+            for (&slot, backend) in &slots {
+                let port = u16::try_from(slot)
+                    .ok()
+                    .and_then(|slot| range.base.checked_add(slot))
+                    .filter(|port| *port <= range.last);
+                let Some(port) = port else {
+                    self.warnings.push(Warning::SlotOutOfRange {
+                        service: name.clone(),
+                        port_name: range.port_name.clone(),
+                        slot,
+                        instance: backend.instance.clone(),
+                    });
+                    continue;
+                };
+                let rows = vec![row(backend, target.target_port)];
+                self.port(service, port, target, Some(slot), rows);
+            }
+        }
+    }
+
+    /// Who has which slot.
+    fn slots<'a>(
+        &mut self,
+        service: &str,
+        backends: &[&'a BackendSpec],
+    ) -> BTreeMap<u32, &'a BackendSpec> {
+        let mut slots = BTreeMap::new();
+        for backend in backends {
+            let Some(slot) = backend.slot else { continue };
+            match slots.entry(slot) {
+                Entry::Vacant(free) => {
+                    free.insert(*backend);
+                }
+                Entry::Occupied(taken) => self.warnings.push(Warning::SlotTaken {
+                    service: service.to_owned(),
+                    slot,
+                    instance: backend.instance.clone(),
+                    taken_by: taken.get().instance.clone(),
+                }),
+            }
+        }
+        slots
+    }
+
+    fn port(
+        &mut self,
+        service: &ServiceSpec,
+        port: u16,
+        spec: &PortSpec,
+        slot: Option<u32>,
+        backends: Vec<BackendRow>,
+    ) {
+        match self.tables.ports.entry((service.vip, port)) {
+            Entry::Vacant(free) => {
+                free.insert(PortRow {
+                    service: service.name.clone(),
+                    port_name: spec.name.clone(),
+                    slot,
+                    seed: name_hash(&service.name),
+                    client_affinity: service.client_affinity,
+                    backends,
+                });
+            }
+            Entry::Occupied(taken) => self.warnings.push(Warning::PortTaken {
+                service: service.name.clone(),
+                vip: service.vip,
+                port,
+                taken_by: taken.get().service.clone(),
+            }),
+        }
+    }
+
+    /// The reply path tries the VIP ports of a pod port one by one, so their number is bounded: in the
+    /// order of VIP and port, the later ones lose that backend.
+    fn limit_vip_ports_per_pod_port(&mut self) {
+        let mut leading: BTreeMap<(IpAddr, u16), usize> = BTreeMap::new();
+        for (&(vip, port), row) in &mut self.tables.ports {
+            let service = &row.service;
+            row.backends.retain(|backend| {
+                let count = leading.entry((backend.address, backend.port)).or_default();
+                *count += 1;
+                let fits = *count <= MAX_VIP_PORTS_PER_POD_PORT;
+                if !fits {
+                    self.warnings.push(Warning::TooManyVipPorts {
+                        service: service.clone(),
+                        vip,
+                        port,
+                        instance: backend.instance.clone(),
+                        address: backend.address,
+                        target_port: backend.port,
+                    });
+                }
+                fits
+            });
+        }
+    }
+
+    /// Ports beyond the size of the maps are not served, in the order of VIP and port.
+    fn limit_tables(&mut self) {
+        let (mut ports, mut backends) = (0, 0);
+        self.tables.ports.retain(|&(vip, port), row| {
+            let fits = ports < MAX_PORTS as usize
+                && backends + row.backends.len() <= MAX_BACKENDS as usize;
+            if fits {
+                ports += 1;
+                backends += row.backends.len();
+            } else {
+                self.warnings.push(Warning::TablesFull {
+                    service: row.service.clone(),
+                    vip,
+                    port,
+                });
+            }
+            fits
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;
