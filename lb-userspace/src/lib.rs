@@ -3,10 +3,12 @@
 //! A pipeline of plain values, each arrow a module:
 //! `source (config) → DesiredState → plan (pure) → TableSet → dataplane (maps)`.
 
+pub mod agent;
 pub mod cli;
 pub mod config;
 pub mod dataplane;
 pub mod desired;
+pub mod health;
 pub mod interfaces;
 pub mod plan;
 pub mod tables;

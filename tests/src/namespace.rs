@@ -181,36 +181,23 @@ impl Namespace {
         if !Path::new("/run/netns").join(name).exists() {
             return Ok(());
         }
-        let pids = || -> Result<Vec<Pid>> {
-            let listed = run(Command::new("ip").args(["netns", "pids", name]));
-            let listed = match listed {
-                Err(_) if !Path::new("/run/netns").join(name).exists() => String::new(),
-                listed => listed?,
-            };
+        let running = || -> Result<Vec<Pid>> {
+            let listed = run(Command::new("ip").args(["netns", "pids", name]))?;
             Ok(listed
                 .split_whitespace()
                 .filter_map(|pid| pid.parse().ok())
                 .filter_map(Pid::from_raw)
                 .collect())
         };
-        wait_until(
-            &format!("nothing runs in {name}"),
-            Duration::from_secs(5),
-            || {
-                let running = pids()?;
-                for pid in &running {
-                    // Gone already is as good.
-                    let _ = kill_process(*pid, Signal::KILL);
-                }
-                // A killed child of ours is listed until it is reaped, without a namespace: `ip` skips it.
-                Ok(running.is_empty())
-            },
-        )?;
-        let removed = run(Command::new("ip").args(["netns", "delete", name]));
-        match removed {
-            // Somebody else sweeps at the same time.
-            Err(_) if !Path::new("/run/netns").join(name).exists() => Ok(()),
-            removed => removed.map(drop),
-        }
+        let ended = format!("nothing runs in {name}");
+        wait_until(&ended, Duration::from_secs(5), || {
+            let running = running()?;
+            for pid in &running {
+                // Gone already is as good.
+                let _ = kill_process(*pid, Signal::KILL);
+            }
+            Ok(running.is_empty())
+        })?;
+        run(Command::new("ip").args(["netns", "delete", name])).map(drop)
     }
 }

@@ -113,6 +113,16 @@ fn start_time(pid: u32) -> Option<String> {
 /// # Errors
 /// When something stays.
 pub fn down(tag: &str) -> Result<()> {
+    // Two may remove one laboratory at the same time: the second waits and finds nothing.
+    let path = directory(tag);
+    let lock = match fs::File::open(&path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+        opened => Some(opened.with_context(|| format!("cannot open {}", path.display()))?),
+    };
+    if let Some(lock) = &lock {
+        lock.lock()
+            .with_context(|| format!("cannot lock {}", path.display()))?;
+    }
     let prefix = format!("ironlb-{tag}-");
     // Agents first: they would see their links go.
     for name in names_in("/run/netns", &prefix)? {
@@ -121,7 +131,7 @@ pub fn down(tag: &str) -> Result<()> {
     for name in names_in(BPFFS, &prefix)? {
         remove_directory(&Path::new(BPFFS).join(name))?;
     }
-    remove_directory(&directory(tag))
+    remove_directory(&path)
 }
 
 fn names_in(directory: &str, prefix: &str) -> Result<Vec<String>> {

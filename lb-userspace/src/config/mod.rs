@@ -4,6 +4,7 @@
 //! at the first mistake; meaning is checked as a whole, so that one run shows all that is wrong.
 
 mod schema;
+pub mod source;
 #[cfg(test)]
 mod tests;
 mod validate;

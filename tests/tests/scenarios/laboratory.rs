@@ -1,8 +1,10 @@
 //! The laboratory alone, without a load balancer in it.
 
+use std::io::{BufRead, BufReader};
 use std::path::Path;
+use std::process::{Command, Stdio};
 
-use ironlb_tests::{API_PORT, IMAGE_PORT, Image, Laboratory, NodeOptions, RPC_PORT, VIP};
+use ironlb_tests::{API_PORT, Capture, IMAGE_PORT, Image, Laboratory, NodeOptions, RPC_PORT, VIP};
 
 #[test]
 fn hosts_reach_the_pods_by_a_route_alone_and_nothing_stays_behind() {
@@ -20,7 +22,10 @@ fn hosts_reach_the_pods_by_a_route_alone_and_nothing_stays_behind() {
     let api = format!("http://{}:{API_PORT}/v1", pod.address);
     curl(api.clone()).expect_err("there is no route yet");
     lab.route_to_pods(host).expect("route");
+    let wire = Capture::start(&lab.switch, "node0", "net 10.244.0.0/16").expect("capture");
     let answer = curl(api).expect("answer");
+    let seen = wire.finish().expect("capture").join("\n");
+    assert!(seen.contains("10.244.0.13.6385"), "{seen}");
     assert!(answer.contains(r#""instance": "ironic-2""#), "{answer}");
     assert!(answer.contains(r#""client": "172.22.0.100""#), "{answer}");
     curl(format!("http://{}:{RPC_PORT}/", pod.address)).expect("nothing guards JSON-RPC yet");
@@ -65,4 +70,42 @@ fn a_node_may_have_its_provisioning_port_in_a_bridge() {
         .namespace
         .exec(["curl", "-sS", "-f", "--max-time", "2", &url])
         .expect("answer");
+}
+
+#[test]
+fn a_laboratory_whose_owner_was_killed_is_swept() {
+    const OWNER: &str = "IRONLB_TEST_OWNER";
+    if std::env::var_os(OWNER).is_some() {
+        // The child below: builds one and waits to be killed.
+        let lab = Laboratory::builder().build().expect("laboratory");
+        println!("\ndirectory {}", lab.directory().display());
+        println!("namespace {}", lab.switch.path().display());
+        loop {
+            std::thread::park();
+        }
+    }
+    let name = "laboratory::a_laboratory_whose_owner_was_killed_is_swept";
+    let mut owner = Command::new(std::env::current_exe().expect("own executable"))
+        .args(["--exact", name, "--nocapture"])
+        .env(OWNER, "1")
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("owner");
+    let mut lines = BufReader::new(owner.stdout.take().expect("stdout")).lines();
+    let mut path = |what: &str| {
+        let line = lines.find_map(|line| Some(line.ok()?.strip_prefix(what)?.trim().to_owned()));
+        line.expect("the owner says what it built")
+    };
+    let paths = [path("directory"), path("namespace")];
+    ironlb_tests::sweep().expect("sweep");
+    assert!(
+        paths.iter().all(|path| Path::new(path).exists()),
+        "the owner lives"
+    );
+    owner.kill().expect("kill");
+    owner.wait().expect("wait");
+    ironlb_tests::sweep().expect("sweep");
+    for path in paths {
+        assert!(!Path::new(&path).exists(), "{path} stayed");
+    }
 }

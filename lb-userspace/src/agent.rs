@@ -1,0 +1,391 @@
+//! The agent: keeps the data plane in step with the file and with what the health checks find.
+//!
+//! It is not in the packets' way. What it has written goes on serving while it is away, while its
+//! file is bad, and after it has ended.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
+use tracing::{error, info, warn};
+
+use crate::config::ConfigError;
+use crate::config::source::{Source, Watch};
+use crate::dataplane::read::Reader;
+use crate::dataplane::{
+    self, Applied, AttachReport, AttachedMode, Attachment, Dataplane, DataplaneError, GONE_AFTER,
+};
+use crate::desired::DesiredState;
+use crate::health::Checks;
+use crate::plan;
+use crate::tables::TableSet;
+
+/// How often interfaces and the file are looked at without a sign that they changed.
+const ROUND: Duration = Duration::from_secs(2);
+/// How soon to come back to backends that should have been ended and are not yet.
+const GONE_AGAIN: Duration = Duration::from_millis(200);
+
+/// How the agent runs.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The file.
+    pub config: PathBuf,
+    /// Where the maps are and how large they are made.
+    pub dataplane: dataplane::Options,
+    /// Whether the data plane ends with the agent.
+    pub detach_on_exit: bool,
+}
+
+/// Why the agent could not start, or not end as told.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    /// The file.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The kernel's side.
+    #[error(transparent)]
+    Dataplane(#[from] DataplaneError),
+    /// The process's own machinery.
+    #[error("cannot {what}: {error}")]
+    Process {
+        /// What was tried.
+        what: &'static str,
+        /// Why it failed.
+        error: std::io::Error,
+    },
+}
+
+/// Serves until SIGTERM or SIGINT. A bad file or a data plane that cannot be attached is an error at
+/// the start, and only a line in the log later.
+pub fn run(options: Options) -> Result<(), AgentError> {
+    let (source, state) = Source::open(options.config)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .map_err(|error| AgentError::Process {
+            what: "start the runtime",
+            error,
+        })?;
+    runtime.block_on(async {
+        let mut signals = Signals::new()?;
+        let first = matches!(
+            Reader::open(&options.dataplane.bpffs),
+            Err(DataplaneError::NotLoaded { .. })
+        );
+        let mut agent = Agent::new(Dataplane::open(&options.dataplane)?, state);
+        if let Err(error) = agent.start() {
+            if first {
+                // What served before goes on; a start from nothing leaves nothing.
+                agent.dataplane.detach()?;
+            }
+            return Err(error.into());
+        }
+        agent.serve(source, &mut signals).await;
+        if options.detach_on_exit {
+            agent.dataplane.detach()?;
+            info!("detached: nothing is served any more");
+        } else {
+            info!("the data plane goes on serving; `ironlb unload` ends it");
+        }
+        Ok(())
+    })
+}
+
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    hangup: Signal,
+}
+
+impl Signals {
+    fn new() -> Result<Self, AgentError> {
+        let listen = |kind| {
+            signal(kind).map_err(|error| AgentError::Process {
+                what: "listen for signals",
+                error,
+            })
+        };
+        Ok(Self {
+            terminate: listen(SignalKind::terminate())?,
+            interrupt: listen(SignalKind::interrupt())?,
+            hangup: listen(SignalKind::hangup())?,
+        })
+    }
+}
+
+struct Agent {
+    dataplane: Dataplane,
+    state: DesiredState,
+    checks: Checks,
+    tables: TableSet,
+    attachments: Vec<Attachment>,
+    /// Whether the maps hold `tables` for the present attachments.
+    in_step: bool,
+    /// When backends that have left are to be ended.
+    gone_due: Option<Instant>,
+    warnings: Told,
+    uplink_notes: Told,
+    table_notes: Told,
+    attach_failure: Told,
+    apply_failure: Told,
+    gone_failure: Told,
+    serving: String,
+}
+
+impl Agent {
+    fn new(dataplane: Dataplane, state: DesiredState) -> Self {
+        Self {
+            dataplane,
+            state,
+            checks: Checks::default(),
+            tables: TableSet::default(),
+            attachments: Vec::new(),
+            in_step: false,
+            gone_due: None,
+            warnings: Told::default(),
+            uplink_notes: Told::default(),
+            table_notes: Told::default(),
+            attach_failure: Told::default(),
+            apply_failure: Told::default(),
+            gone_failure: Told::default(),
+            serving: String::new(),
+        }
+    }
+
+    /// Serves the first state. The checks start behind it: they find backends as the file says.
+    fn start(&mut self) -> Result<(), DataplaneError> {
+        self.plan();
+        self.attach()?;
+        self.apply()?;
+        self.checks.follow(&self.state);
+        Ok(())
+    }
+
+    async fn serve(&mut self, mut source: Source, signals: &mut Signals) {
+        let mut watch = Watch::new(source.path())
+            .inspect_err(|error| {
+                let path = source.path().display();
+                warn!("cannot watch {path}, so changes are seen after {ROUND:?} only: {error}");
+            })
+            .ok();
+        let mut round = interval(ROUND);
+        round.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            let Signals {
+                terminate,
+                interrupt,
+                hangup,
+            } = signals;
+            tokio::select! {
+                _ = terminate.recv() => return info!("SIGTERM"),
+                _ = interrupt.recv() => return info!("SIGINT"),
+                _ = hangup.recv() => {
+                    info!("SIGHUP: reading {} again", source.path().display());
+                    source.forget();
+                    self.reload(&mut source);
+                }
+                () = file_changed(&mut watch) => self.reload(&mut source),
+                change = self.checks.changed() => {
+                    match change.failure {
+                        None => info!("{change}"),
+                        Some(_) => warn!("{change}"),
+                    }
+                    self.plan();
+                }
+                () = due(self.gone_due) => self.end_gone(),
+                _ = round.tick() => {
+                    self.reload(&mut source);
+                    self.keep_attached();
+                }
+            }
+            self.keep_in_step();
+        }
+    }
+
+    fn reload(&mut self, source: &mut Source) {
+        let path = source.path().display().to_string();
+        match source.news() {
+            Ok(None) => {}
+            Ok(Some(state)) if state == self.state => info!("{path} is good and says the same"),
+            Ok(Some(state)) => {
+                info!("{path} is good and has changed");
+                self.state = state;
+                self.checks.follow(&self.state);
+                self.plan();
+                self.keep_attached();
+            }
+            Err(problems) => {
+                for line in problems.to_string().lines() {
+                    error!("{line}");
+                }
+                error!("{path} cannot be served; the last good configuration goes on serving");
+            }
+        }
+    }
+
+    fn plan(&mut self) {
+        let (tables, warnings) = plan::plan(&self.state, self.checks.health());
+        self.warnings.tell(warnings.iter().map(ToString::to_string));
+        if tables != self.tables {
+            self.tables = tables;
+            self.in_step = false;
+        }
+    }
+
+    fn attach(&mut self) -> Result<(), DataplaneError> {
+        let AttachReport { attachments, idle } =
+            self.dataplane.attach(&self.state.uplinks, &self.tables)?;
+        let notes = attachments.iter().filter_map(|attachment| {
+            let note = attachment.note.as_ref()?;
+            Some(format!("{}: {note}", attachment.interface))
+        });
+        self.uplink_notes.tell(notes.chain(idle));
+        if attachments != self.attachments {
+            self.attachments = attachments;
+            self.in_step = false;
+        }
+        Ok(())
+    }
+
+    fn apply(&mut self) -> Result<(), DataplaneError> {
+        let applied = self.dataplane.apply(&self.tables)?;
+        self.in_step = true;
+        self.note(applied);
+        let serving = self.summary();
+        if serving != self.serving {
+            info!("{serving}");
+            self.serving = serving;
+        }
+        Ok(())
+    }
+
+    /// Attaches what has come or changed; what fails is tried again in the next round.
+    fn keep_attached(&mut self) {
+        let failure = self.attach().err();
+        self.attach_failure.tell_failure(failure);
+    }
+
+    /// Writes what has changed; what fails is tried again at the next occasion.
+    fn keep_in_step(&mut self) {
+        if !self.in_step {
+            let failure = self.apply().err();
+            self.apply_failure.tell_failure(failure);
+        }
+    }
+
+    fn end_gone(&mut self) {
+        self.gone_due = Some(Instant::now() + GONE_AGAIN);
+        let ended = self.dataplane.tick();
+        if matches!(&ended, Ok(applied) if applied.leaving == 0) {
+            self.gone_due = None;
+        }
+        self.gone_failure.tell_failure(ended.err());
+    }
+
+    fn note(&mut self, applied: Applied) {
+        let Applied {
+            writes: _,
+            vips_without_uplink,
+            notes,
+            leaving,
+        } = applied;
+        let idle = vips_without_uplink
+            .iter()
+            .map(|vip| format!("VIP {vip} is not served: no uplink is in its subnet"));
+        self.table_notes.tell(idle.chain(notes));
+        if leaving > 0 {
+            self.gone_due = Some(Instant::now() + GONE_AFTER);
+        }
+    }
+
+    fn summary(&self) -> String {
+        let uplinks: Vec<_> = self
+            .attachments
+            .iter()
+            .map(|attachment| {
+                let mode = match attachment.mode {
+                    AttachedMode::Native => "native",
+                    AttachedMode::Tc => "tc",
+                    AttachedMode::Egress => "replies only",
+                };
+                format!("{} ({mode})", attachment.interface)
+            })
+            .collect();
+        let ready = self.tables.ports.values().filter(|port| {
+            let mut backends = port.backends.iter();
+            backends.any(|backend| backend.eligible)
+        });
+        format!(
+            "serving {} VIP ports ({} with a ready backend) of {} VIPs on {}",
+            self.tables.ports.len(),
+            ready.count(),
+            self.tables.vips.len(),
+            match &uplinks[..] {
+                [] => "no interface".to_owned(),
+                uplinks => uplinks.join(", "),
+            }
+        )
+    }
+}
+
+/// Warnings that are told when they come up, not as long as they last.
+#[derive(Default)]
+struct Told {
+    present: BTreeSet<String>,
+}
+
+impl Told {
+    fn tell(&mut self, messages: impl IntoIterator<Item = String>) {
+        for message in self.replace(messages) {
+            warn!("{message}");
+        }
+    }
+
+    fn tell_failure(&mut self, failure: Option<DataplaneError>) {
+        for message in self.replace(failure.map(|error| error.to_string())) {
+            error!("{message}");
+        }
+    }
+
+    /// Takes what holds now and returns what is new in it.
+    fn replace(&mut self, messages: impl IntoIterator<Item = String>) -> Vec<String> {
+        let messages: BTreeSet<_> = messages.into_iter().collect();
+        let new = messages.difference(&self.present).cloned().collect();
+        self.present = messages;
+        new
+    }
+}
+
+async fn file_changed(watch: &mut Option<Watch>) {
+    match watch {
+        Some(watch) => watch.changed().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn due(at: Option<Instant>) {
+    match at {
+        Some(at) => sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_warning_is_told_once_until_it_has_passed() {
+        let mut told = Told::default();
+        let tell = |told: &mut Told, messages: &[&str]| {
+            told.replace(messages.iter().map(ToString::to_string))
+        };
+        assert_eq!(tell(&mut told, &["a", "b"]), ["a", "b"]);
+        assert!(tell(&mut told, &["b", "a"]).is_empty());
+        assert_eq!(tell(&mut told, &["b", "c"]), ["c"]);
+        assert_eq!(tell(&mut told, &["a"]), ["a"]);
+    }
+}
