@@ -40,6 +40,18 @@ macro_rules! verdicts {
                 match self { $(Self::$variant => Action::$action,)+ }
             }
 
+            /// Whether this is a refusal: a RST is owed to the client.
+            #[inline(always)]
+            pub const fn is_refusal(self) -> bool {
+                matches!(
+                    self,
+                    Self::RefusedNoBackend
+                        | Self::RefusedNoService
+                        | Self::RefusedGone
+                        | Self::RefusedTableFull
+                )
+            }
+
             /// One sentence for people.
             pub const fn explanation(self) -> &'static str {
                 match self { $(Self::$variant => $text,)+ }
@@ -101,6 +113,8 @@ mod tests {
             assert_eq!(*verdict as usize, number);
             let dropped = verdict.name().starts_with("dropped_");
             assert_eq!(dropped, verdict.action() == Action::Drop, "{verdict:?}");
+            let refused = verdict.name().starts_with("refused_");
+            assert_eq!(refused, verdict.is_refusal(), "{verdict:?}");
         }
         names.sort_unstable();
         names.dedup();

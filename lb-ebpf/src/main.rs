@@ -1,13 +1,89 @@
-//! x
+//! The programs of ironlb: entry points that bring a packet to the engine and carry out its verdict.
+
 #![no_std]
 #![no_main]
-use aya_ebpf::{bindings::xdp_action, macros::xdp, programs::XdpContext};
 
-#[xdp]
-pub fn ironlb_xdp(_ctx: XdpContext) -> u32 {
-    xdp_action::XDP_PASS
+mod balance;
+mod flows;
+mod hook;
+mod maps;
+mod neighbor;
+mod refuse;
+mod reply;
+
+use aya_ebpf::{
+    bindings::{TC_ACT_SHOT, TC_ACT_UNSPEC, xdp_action},
+    helpers::bpf_redirect,
+    macros::{classifier, xdp},
+    programs::{TcContext, XdpContext},
+};
+use lb_common::Action;
+
+use crate::{
+    hook::{Tc, Xdp},
+    maps::{UPLINK, UPLINKS, count},
+};
+
+/// The forward path on an uplink, for drivers that keep a packet in one or in several buffers.
+#[xdp(frags)]
+pub fn ironlb_xdp(ctx: XdpContext) -> u32 {
+    at_xdp(ctx)
 }
 
+/// The forward path on an uplink, for kernels before 5.18 and drivers without multi-buffer support.
+#[xdp]
+pub fn ironlb_xdp_sb(ctx: XdpContext) -> u32 {
+    at_xdp(ctx)
+}
+
+#[inline(always)]
+fn at_xdp(ctx: XdpContext) -> u32 {
+    let verdict = balance::forward(&mut Xdp::new(ctx));
+    count(verdict);
+    match verdict.action() {
+        Action::Pass => xdp_action::XDP_PASS,
+        Action::Transmit => xdp_action::XDP_TX,
+        Action::Drop | Action::Redirect => xdp_action::XDP_DROP,
+    }
+}
+
+/// The forward path where XDP cannot serve.
+#[classifier]
+pub fn ironlb_ingress(ctx: TcContext) -> i32 {
+    let verdict = balance::forward(&mut Tc::new(&ctx));
+    count(verdict);
+    match verdict.action() {
+        // TCX_NEXT has the same number: whatever is attached behind us sees the packet too.
+        Action::Pass => TC_ACT_UNSPEC,
+        Action::Transmit => redirect(UPLINK.load()),
+        Action::Drop | Action::Redirect => TC_ACT_SHOT,
+    }
+}
+
+/// The reply path.
+#[classifier]
+pub fn ironlb_egress(ctx: TcContext) -> i32 {
+    let mut hook = Tc::new(&ctx);
+    let verdict = reply::reply(&mut hook);
+    count(verdict);
+    match verdict.action() {
+        Action::Pass => TC_ACT_UNSPEC,
+        Action::Redirect => redirect(hook.out),
+        Action::Drop | Action::Transmit => TC_ACT_SHOT,
+    }
+}
+
+/// Sends the packet out of an uplink.
+#[inline(always)]
+fn redirect(uplink: u32) -> i32 {
+    match UPLINKS.get(uplink) {
+        // SAFETY: a helper that takes two integers.
+        Some(uplink) => unsafe { bpf_redirect(uplink.ifindex, 0) as i32 },
+        None => TC_ACT_SHOT,
+    }
+}
+
+#[cfg(target_arch = "bpf")]
 #[panic_handler]
 fn panic(_info: &core::panic::PanicInfo) -> ! {
     loop {}

@@ -1,1 +1,39 @@
-//! The laboratory.
+//! The laboratory: a provisioning network of network namespaces with bare-metal hosts, a BMC,
+//! control-plane nodes and Ironic pods that run a real web server. Tests, `cargo xtask demo` and
+//! `cargo xtask bench` all build it here.
+//!
+//! ```text
+//!  host0 .100   host1 .101   bmc .150            node0: eth1 172.22.0.11 ── XDP ── routing
+//!     └────────────┴────────────┴──── switch ──────────┘                            ├ pod0 10.244.0.11
+//!                  172.22.0.0/24, VIP 172.22.0.2                                    ├ pod1 10.244.0.12
+//!                                                                                   └ pod2 10.244.0.13
+//! ```
+
+mod agent;
+mod capture;
+mod command;
+mod download;
+pub mod engine;
+mod image;
+mod laboratory;
+mod load;
+mod maps;
+mod namespace;
+mod process;
+mod registry;
+mod web;
+mod wire;
+
+pub use agent::{Agent, ironlb};
+pub use capture::Capture;
+pub use command::{run, run_with_input, wait_until};
+pub use download::Download;
+pub use image::Image;
+pub use laboratory::{Builder, Host, Laboratory, Node, NodeOptions, Pod, VIP};
+pub use load::{Load, LoadReport};
+pub use maps::{KernelObjects, Maps};
+pub use namespace::Namespace;
+pub use process::Process;
+pub use registry::{down, kept, sweep};
+pub use web::{API_PORT, IMAGE_PORT, RPC_PORT};
+pub use wire::{Wire, arp_question};

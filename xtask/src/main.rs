@@ -1,2 +1,37 @@
-//! Tasks.
-fn main() {}
+//! `cargo xtask`: everything a developer or a CI does with this repository, a module per command.
+//!
+//! It depends on nothing that needs the eBPF toolchain, because `setup` is what installs that.
+
+mod ci;
+mod exec;
+mod setup;
+mod test;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// Set up, test and try ironlb. Needs root: it installs packages, loads BPF programs and makes network namespaces.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 120)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Install what is missing to build eBPF programs and to run the laboratory; every other command does it first.
+    Setup(setup::Options),
+    /// Run every test.
+    Test(test::Options),
+    /// Run what CI runs: formatting, lints, documentation, tests.
+    Ci(ci::Options),
+}
+
+fn main() -> Result<()> {
+    match Cli::parse().command {
+        Command::Setup(options) => setup::run(options),
+        Command::Test(options) => test::run(options),
+        Command::Ci(options) => ci::run(options),
+    }
+}

@@ -2,7 +2,11 @@
 
 use std::io;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+use aya::maps::MapError;
+
+use crate::interfaces::InterfaceError;
 
 /// An error of the data plane.
 #[derive(Debug, thiserror::Error)]
@@ -42,6 +46,75 @@ pub enum DataplaneError {
         /// The pin root.
         path: PathBuf,
     },
+    /// A map operation failed.
+    #[error("cannot {action} the map `{map}`: {}", chain(source))]
+    Map {
+        /// What was tried, e.g. `write`.
+        action: &'static str,
+        /// Name of the map.
+        map: &'static str,
+        /// Why.
+        source: MapError,
+    },
+    /// A pinned map is not what this version takes it for, although the layout's version is the same.
+    #[error(
+        "the pinned map {path} has the {field} {found}, this version wants {wanted}: it was made by another build; \
+         end the flows in it with `ironlb unload`, then start again"
+    )]
+    Layout {
+        /// The pin.
+        path: PathBuf,
+        /// What differs.
+        field: &'static str,
+        /// As it is.
+        found: String,
+        /// As it should be.
+        wanted: String,
+    },
+    /// The built-in object is not as it should be.
+    #[error("the eBPF object in this binary is broken, which is a fault of its build: {0}")]
+    Object(String),
+    /// The kernel did not take the object or a program of it.
+    #[error("the kernel does not load `{what}`: {reason}")]
+    Load {
+        /// The program, or the object as a whole.
+        what: &'static str,
+        /// Why, with the verifier's words where it was the verifier.
+        reason: String,
+    },
+    /// A program cannot be attached.
+    #[error("cannot attach `{program}` to {interface}: {reason}")]
+    Attach {
+        /// The program.
+        program: &'static str,
+        /// The interface.
+        interface: String,
+        /// Why, and what to do.
+        reason: String,
+    },
+    /// Somebody else's XDP program is on the interface and the mode is `native`.
+    #[error(
+        "{interface} already runs {foreign}, which ironlb never displaces: detach it with \
+         `ip link set dev {interface} xdp off`, or let ironlb use `mode: tc`"
+    )]
+    ForeignXdp {
+        /// The interface.
+        interface: String,
+        /// The program, by name and id.
+        foreign: String,
+    },
+    /// There are more uplinks than slots.
+    #[error(
+        "no slot is left for {interface}: one agent manages at most {} interfaces",
+        lb_common::MAX_UPLINKS
+    )]
+    TooManyUplinks {
+        /// The interface.
+        interface: String,
+    },
+    /// Something about the node's interfaces.
+    #[error(transparent)]
+    Interface(#[from] InterfaceError),
     /// A VIP is an address of this node.
     #[error(
         "VIP {vip} is an address of this node (on {interface}): remove it with `ip addr del {vip} dev {interface}`, \
@@ -53,4 +126,36 @@ pub enum DataplaneError {
         /// The device that has it.
         interface: String,
     },
+}
+
+impl DataplaneError {
+    pub(super) fn pins(action: &'static str, path: &Path, source: io::Error) -> Self {
+        Self::Pins {
+            action,
+            path: path.to_owned(),
+            source,
+        }
+    }
+
+    pub(super) fn map(action: &'static str, map: &'static str, source: MapError) -> Self {
+        Self::Map {
+            action,
+            map,
+            source,
+        }
+    }
+}
+
+/// An error with its causes: aya's own text often leaves the number of the system's error to the source.
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
 }

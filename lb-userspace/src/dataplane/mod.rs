@@ -3,15 +3,32 @@
 //! Everything outlives the process: maps and links are pinned below [`Options::bpffs`], so that a
 //! restart finds flows, ids and attachments as they were.
 
+mod attach;
 mod error;
+mod maps;
+mod pins;
 pub mod read;
+mod rows;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::desired::UplinkSpec;
+use aya::programs::TcAttachType;
+use lb_common::{
+    Addr, Control, MAX_BYPASS_UDP, MODE_NATIVE, MODE_NONE, MODE_TC, UPLINK_BYPASS_DROP,
+    UPLINK_FORWARD, Uplink, program, to_name,
+};
+use rustix::time::{ClockId, clock_getres, clock_gettime};
+
+use crate::desired::{Announce, Bypass, UplinkSelector, UplinkSpec};
+use crate::interfaces::{self, Host, Interface, Place};
 use crate::tables::TableSet;
+use attach::{Attacher, Loader, Target};
+use maps::Maps;
+use pins::Pins;
+use rows::{Input, Leaving, NO_UPLINK, Rows, Write};
 
 pub use error::DataplaneError;
 
@@ -19,6 +36,9 @@ pub use error::DataplaneError;
 pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/ironlb";
 /// A backend is gone once no source has had it for so long; its flows go on until then.
 pub const GONE_AFTER: Duration = Duration::from_secs(2);
+
+/// RSTs a second and CPU at most.
+const REFUSALS_PER_SECOND: u32 = 1000;
 
 /// Where the maps are and how large they are made.
 #[derive(Clone, Debug)]
@@ -51,6 +71,43 @@ pub enum AttachedMode {
     Tc,
     /// No forward path: the interface only carries replies (it has a default route).
     Egress,
+}
+
+/// Where a program runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Hook {
+    /// XDP in the driver.
+    Xdp,
+    /// TC ingress.
+    Ingress,
+    /// TC egress.
+    Egress,
+}
+
+impl Hook {
+    /// As a pin's name has it.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Xdp => "xdp",
+            Self::Ingress => "ingress",
+            Self::Egress => "egress",
+        }
+    }
+
+    fn from_name(name: &str) -> Option<Self> {
+        [Self::Xdp, Self::Ingress, Self::Egress]
+            .into_iter()
+            .find(|hook| hook.name() == name)
+    }
+
+    /// Program and direction of a TC hook; XDP has no direction and counts as ingress.
+    fn tc(self) -> (&'static str, TcAttachType) {
+        match self {
+            Self::Xdp => (program::XDP, TcAttachType::Ingress),
+            Self::Ingress => (program::INGRESS, TcAttachType::Ingress),
+            Self::Egress => (program::EGRESS, TcAttachType::Egress),
+        }
+    }
 }
 
 /// What is attached to one interface.
@@ -94,13 +151,108 @@ pub struct Applied {
 #[derive(Debug)]
 pub struct Dataplane {
     options: Options,
+    pins: Pins,
+    /// Kernel ticks a second.
+    ticks: u32,
+    held: Held,
+    attacher: Attacher,
+    served: Vec<Served>,
+    /// The last [`Self::attach`] could not say where everything is: VIPs stay where they are.
+    incomplete: bool,
+    leaving: Leaving,
+    /// What [`Self::apply`] was last given.
+    tables: Option<TableSet>,
+}
+
+/// The maps with a copy of what they hold.
+struct Held {
+    maps: Maps,
+    rows: Rows,
+}
+
+impl std::fmt::Debug for Held {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // A mebibyte of rows tells nobody anything.
+        f.debug_struct("Held").finish_non_exhaustive()
+    }
+}
+
+impl Held {
+    fn write(&mut self, write: &Write) -> Result<(), DataplaneError> {
+        self.maps.execute(write)?;
+        self.rows.record(write);
+        Ok(())
+    }
+
+    fn write_uplink(&mut self, slot: u32, row: Uplink) -> Result<(), DataplaneError> {
+        if self.rows.uplinks[slot as usize] == row {
+            return Ok(());
+        }
+        self.write(&Write::Uplink(slot, Box::new(row)))
+    }
+
+    fn write_mode(&mut self, slot: u32, mode: AttachedMode) -> Result<(), DataplaneError> {
+        let mut row = self.rows.uplinks[slot as usize];
+        row.mode = match mode {
+            AttachedMode::Native => MODE_NATIVE,
+            AttachedMode::Tc => MODE_TC,
+            AttachedMode::Egress => MODE_NONE,
+        };
+        self.write_uplink(slot, row)
+    }
+}
+
+/// An uplink as far as the placement of VIPs needs it.
+#[derive(Debug)]
+struct Served {
+    slot: u32,
+    /// Has the addresses.
+    device: u32,
+    subnet: Option<(IpAddr, u8)>,
+}
+
+/// An interface and the uplink that it serves, if it is more than a way out for replies.
+struct Wanted<'a> {
+    place: Place,
+    port: &'a Interface,
+    spec: Option<&'a UplinkSpec>,
 }
 
 impl Dataplane {
     /// Takes the lock, checks what is pinned and makes what is missing. Attaches nothing.
     pub fn open(options: &Options) -> Result<Self, DataplaneError> {
-        let _ = options;
-        todo!()
+        // Below Linux 5.11 maps count against this limit; where it may not be raised, making them will tell.
+        let unlimited = rustix::process::Rlimit {
+            current: None,
+            maximum: None,
+        };
+        let _ = rustix::process::setrlimit(rustix::process::Resource::Memlock, unlimited);
+        let pins = Pins::open(&options.bpffs)?;
+        maps::check(&pins.dir(), options)?;
+        let ticks = ticks_per_second();
+        Loader::new(&pins, options, &ticks).load(0)?;
+        let maps = Maps::open(&pins.dir())?;
+        let rows = maps.rows()?;
+        let mut held = Held { maps, rows };
+        let control = Control {
+            refusals_per_second: REFUSALS_PER_SECOND,
+            agent_pid: std::process::id(),
+            agent_started: nanoseconds(boot_time()),
+            agent_version: to_name(env!("CARGO_PKG_VERSION")),
+            ..held.rows.control
+        };
+        held.write(&Write::Control(Box::new(control)))?;
+        Ok(Self {
+            options: options.clone(),
+            pins,
+            ticks,
+            held,
+            attacher: Attacher::default(),
+            served: Vec::new(),
+            incomplete: true,
+            leaving: Leaving::new(),
+            tables: None,
+        })
     }
 
     /// Brings interfaces in step with `uplinks`: attaches, adopts, detaches, follows MACs. Idempotent and
@@ -112,32 +264,219 @@ impl Dataplane {
         uplinks: &[UplinkSpec],
         tables: &TableSet,
     ) -> Result<AttachReport, DataplaneError> {
-        let _ = (uplinks, tables, &self.options);
-        todo!()
+        let host = Host::read()?;
+        check_vips(&host, tables)?;
+        let mut report = AttachReport::default();
+        let mut failed = None;
+        let mut wanted: BTreeMap<u32, Wanted<'_>> = BTreeMap::new();
+        let mut want = |place: Place, spec| {
+            if let Some(port) = host.interfaces.get(&place.port) {
+                let new = Wanted { place, port, spec };
+                wanted.entry(place.port).or_insert(new);
+            }
+        };
+        for spec in uplinks {
+            match host.resolve(&spec.selector) {
+                Ok(places) if places.is_empty() => report.idle.push(idle(&spec.selector)),
+                Ok(places) => places.into_iter().for_each(|place| want(place, Some(spec))),
+                Err(error) => drop(failed.get_or_insert(error.into())),
+            }
+        }
+        for place in host.default_route_places() {
+            want(place, None);
+        }
+        let routed = match uplinks.iter().any(|spec| spec.bypass == Bypass::Auto) {
+            true => routed_devices(tables)?,
+            false => BTreeSet::new(),
+        };
+
+        let Self {
+            options,
+            pins,
+            ticks,
+            held,
+            attacher,
+            ..
+        } = self;
+        let mut loader = None;
+        let mut served = Vec::new();
+        for want in wanted.values() {
+            let mut one = || {
+                let slot = slot_for(&held.rows, &host, want.port)?;
+                let former = held.rows.uplinks[slot as usize];
+                let row = uplink_row(&former, want, &host, &routed);
+                held.write_uplink(slot, row)?;
+                let target = Target {
+                    port: want.port,
+                    mode: want.spec.map(|spec| spec.mode),
+                };
+                let mut load = || {
+                    loader
+                        .get_or_insert_with(|| Loader::new(pins, options, ticks))
+                        .load(slot)
+                };
+                let mut switch = |mode| held.write_mode(slot, mode);
+                let (mode, note) = attacher.ensure(pins, &target, &mut load, &mut switch)?;
+                Ok((slot, mode, note))
+            };
+            match one() {
+                Ok((slot, mode, note)) => {
+                    if let Some(spec) = want.spec {
+                        served.push(Served {
+                            slot,
+                            device: want.place.device,
+                            subnet: match spec.selector {
+                                UplinkSelector::Subnet(network, length) => Some((network, length)),
+                                _ => None,
+                            },
+                        });
+                    }
+                    report.attachments.push(Attachment {
+                        interface: want.port.name.clone(),
+                        ifindex: want.port.index,
+                        mode,
+                        note,
+                    });
+                }
+                Err(error) => drop(failed.get_or_insert(error)),
+            }
+        }
+        let keep = wanted.into_keys().collect();
+        self.served = served;
+        self.incomplete = failed.is_some();
+        if let Some(error) = failed {
+            return Err(error);
+        }
+        self.remove_others(&keep)?;
+        Ok(report)
+    }
+
+    /// Ends attachments to interfaces that no uplink means any more, and those whose interface is gone.
+    fn remove_others(&mut self, keep: &BTreeSet<u32>) -> Result<(), DataplaneError> {
+        let rows = self.held.rows.uplinks.iter();
+        let mut others: BTreeSet<u32> = rows.map(|row| row.ifindex).collect();
+        others.extend(self.pins.links()?.into_iter().map(|(_, ifindex)| ifindex));
+        others.remove(&0);
+        for ifindex in others.difference(keep) {
+            let slot = self
+                .held
+                .rows
+                .uplinks
+                .iter()
+                .position(|row| row.ifindex == *ifindex);
+            let name = slot.map_or_else(
+                || format!("interface {ifindex}"),
+                |slot| lb_common::from_name(&self.held.rows.uplinks[slot].name),
+            );
+            self.attacher.remove(&self.pins, *ifindex, &name)?;
+            if let Some(slot) = slot {
+                self.held.write_uplink(slot as u32, NO_UPLINK)?;
+            }
+        }
+        Ok(())
     }
 
     /// Brings the maps in step with `tables`, by a diff in safe order. Call [`Self::attach`] before.
     pub fn apply(&mut self, tables: &TableSet) -> Result<Applied, DataplaneError> {
-        let _ = tables;
-        todo!()
+        let applied = self.bring(tables)?;
+        let control = Control {
+            synced_at: nanoseconds(boot_time()),
+            ..self.held.rows.control
+        };
+        self.held.write(&Write::Control(Box::new(control)))?;
+        self.tables = Some(tables.clone());
+        Ok(applied)
     }
 
     /// Ends backends that left [`GONE_AFTER`] ago. To be called at least every other second after
     /// [`Self::apply`]; writes nothing when nothing is due.
     pub fn tick(&mut self) -> Result<Applied, DataplaneError> {
-        todo!()
+        let now = boot_time();
+        let due = self.leaving.values().any(|deadline| *deadline <= now);
+        match self.tables.take() {
+            Some(tables) if due => {
+                let applied = self.bring(&tables);
+                self.tables = Some(tables);
+                applied
+            }
+            tables => {
+                self.tables = tables;
+                Ok(Applied {
+                    leaving: self.leaving.len(),
+                    ..Applied::default()
+                })
+            }
+        }
+    }
+
+    fn bring(&mut self, tables: &TableSet) -> Result<Applied, DataplaneError> {
+        let host = Host::read()?;
+        check_vips(&host, tables)?;
+        let placement = self.placement(&host, tables);
+        let input = Input {
+            tables,
+            placement: &placement,
+            host: &host.addresses.iter().map(|a| a.address).collect(),
+            now: boot_time(),
+        };
+        let plan = rows::plan(&self.held.rows, &self.leaving, &input);
+        // Deadlines run on even if a write fails and all is tried again.
+        self.leaving = plan.leaving;
+        for write in &plan.writes {
+            self.held.write(write)?;
+        }
+        let unplaced = |vip: &&IpAddr| !placement.contains_key(vip);
+        Ok(Applied {
+            writes: plan.writes.len(),
+            vips_without_uplink: tables.vips.keys().filter(unplaced).copied().collect(),
+            notes: plan.notes,
+            leaving: self.leaving.len(),
+        })
+    }
+
+    /// The uplink of every VIP that has one: the one whose subnet names it, else the one that is in its subnet.
+    fn placement(&self, host: &Host, tables: &TableSet) -> BTreeMap<IpAddr, u32> {
+        let mut placement = BTreeMap::new();
+        for vip in tables.vips.keys() {
+            let named = self.served.iter().find(|served| {
+                served
+                    .subnet
+                    .is_some_and(|(network, length)| interfaces::in_subnet(*vip, network, length))
+            });
+            let on_link = || {
+                let mut served = self.served.iter();
+                served.find(|served| host.on_link(served.device, *vip))
+            };
+            let former = || {
+                let row = self.held.rows.vips.get(&Addr::from(*vip));
+                row.filter(|_| self.incomplete).map(|row| row.uplink)
+            };
+            let found = named.or_else(on_link).map(|served| served.slot);
+            if let Some(slot) = found.or_else(former) {
+                placement.insert(*vip, slot);
+            }
+        }
+        placement
     }
 
     /// Detaches the programs and removes all pins.
     pub fn detach(self) -> Result<(), DataplaneError> {
-        todo!()
+        let Self {
+            options,
+            pins,
+            held,
+            ..
+        } = self;
+        drop(held);
+        pins::remove_all(&options.bpffs, Some(pins))?;
+        Ok(())
     }
 }
 
 /// What [`unload`] removed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct UnloadReport {
-    /// Links detached, as `kind-ifindex` with the interface's name where it is known.
+    /// Links detached, as `hook-ifindex (name)`; the name where it is known.
     pub links: Vec<String>,
     /// Maps unpinned.
     pub maps: Vec<String>,
@@ -146,6 +485,118 @@ pub struct UnloadReport {
 /// Detaches every program and removes every pin of ours below `bpffs`, of whatever layout.
 /// Nothing there is not an error; an agent that lives is: [`DataplaneError::Locked`].
 pub fn unload(bpffs: &Path) -> Result<UnloadReport, DataplaneError> {
-    let _ = bpffs;
-    todo!()
+    pins::remove_all(bpffs, None)
+}
+
+/// An address of this node cannot be a VIP: the kernel would answer for it, and accept what we pass.
+fn check_vips(host: &Host, tables: &TableSet) -> Result<(), DataplaneError> {
+    for address in &host.addresses {
+        let vip = address.address;
+        let row = tables.vips.get(&vip);
+        if row.is_none_or(|row| row.announce == Announce::External) {
+            continue;
+        }
+        let Some(interface) = host.interfaces.get(&address.index) else {
+            continue;
+        };
+        // kube-proxy in IPVS mode keeps service addresses on a device of its own, and a whole-length
+        // address on `lo` is what `pass` needs.
+        let whole = if vip.is_ipv4() { 32 } else { 128 };
+        let is_harmless =
+            interface.name == "kube-ipvs0" || interface.loopback && address.prefix == whole;
+        if !is_harmless {
+            let interface = interface.name.clone();
+            return Err(DataplaneError::VipIsLocal { vip, interface });
+        }
+    }
+    Ok(())
+}
+
+/// Devices that a route to a backend leaves by.
+fn routed_devices(tables: &TableSet) -> Result<BTreeSet<u32>, DataplaneError> {
+    let rows = tables.ports.values().flat_map(|port| &port.backends);
+    let addresses: BTreeSet<IpAddr> = rows.map(|row| row.address).collect();
+    let mut devices = BTreeSet::new();
+    for address in addresses {
+        devices.extend(interfaces::route_to(address)?);
+    }
+    Ok(devices)
+}
+
+/// The slot that the interface has, or that its former self had, or a free one.
+fn slot_for(rows: &Rows, host: &Host, port: &Interface) -> Result<u32, DataplaneError> {
+    let find = |is_it: &dyn Fn(&Uplink) -> bool| rows.uplinks.iter().position(is_it);
+    let name: [u8; 16] = to_name(&port.name);
+    find(&|row| row.ifindex == port.index)
+        .or_else(|| find(&|row| row.name == name && !host.interfaces.contains_key(&row.ifindex)))
+        .or_else(|| find(&|row| row.ifindex == 0))
+        .map(|slot| slot as u32)
+        .ok_or_else(|| DataplaneError::TooManyUplinks {
+            interface: port.name.clone(),
+        })
+}
+
+/// The row of an attachment; filter and mode stay as they are until VIPs and programs are in place.
+fn uplink_row(former: &Uplink, want: &Wanted<'_>, host: &Host, routed: &BTreeSet<u32>) -> Uplink {
+    let device = host.interfaces.get(&want.place.device);
+    let mac = device.and_then(|device| device.mac).or(want.port.mac);
+    let mut row = Uplink {
+        vip_filter: former.vip_filter,
+        ifindex: want.port.index,
+        mac: mac.unwrap_or_default(),
+        mode: former.mode,
+        name: to_name(&want.port.name),
+        ..NO_UPLINK
+    };
+    let Some(spec) = want.spec else {
+        return row;
+    };
+    let drops = match spec.bypass {
+        Bypass::Drop => true,
+        Bypass::Allow => false,
+        Bypass::Auto => !routed.contains(&want.place.device) && !routed.contains(&want.place.port),
+    };
+    row.flags = UPLINK_FORWARD | if drops { UPLINK_BYPASS_DROP } else { 0 };
+    row.vlan = spec.vlan.unwrap_or(0);
+    row.gateway = spec.gateway.map_or(Addr::UNSPECIFIED, Addr::from);
+    for (place, port) in row.bypass_udp[..MAX_BYPASS_UDP]
+        .iter_mut()
+        .zip(&spec.bypass_udp)
+    {
+        *place = *port;
+    }
+    row
+}
+
+fn idle(selector: &UplinkSelector) -> String {
+    match selector {
+        UplinkSelector::Subnet(network, length) => {
+            format!("no interface has an address in {network}/{length}")
+        }
+        UplinkSelector::Name(pattern) => format!("no interface is called `{pattern}`"),
+        UplinkSelector::Mac([a, b, c, d, e, f]) => {
+            format!("no interface has the MAC {a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}")
+        }
+    }
+}
+
+/// `CLOCK_BOOTTIME`.
+fn boot_time() -> Duration {
+    let now = clock_gettime(ClockId::Boottime);
+    Duration::new(
+        now.tv_sec.try_into().unwrap_or(0),
+        now.tv_nsec.try_into().unwrap_or(0),
+    )
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    time.as_nanos().try_into().unwrap_or(u64::MAX)
+}
+
+/// `CONFIG_HZ`: the coarse clock advances by one tick.
+fn ticks_per_second() -> u32 {
+    let tick = clock_getres(ClockId::MonotonicCoarse).tv_nsec.max(1);
+    ((1_000_000_000 + tick / 2) / tick)
+        .try_into()
+        .unwrap_or(u32::MAX)
 }

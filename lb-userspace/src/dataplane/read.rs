@@ -1,12 +1,24 @@
 //! Views of the pinned maps for people and tools. Needs no agent: whatever a map holds is shown, and
 //! what is half-written (a name without a row, a row without a name) is shown as far as it goes.
 
+use std::collections::{HashMap as Index, HashSet};
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
+use aya::maps::{Array, HashMap, MapData, MapError, PerCpuArray};
+use aya::programs::links::{FdLink, PinnedLink};
+use lb_common::{
+    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, BackendInfo, Control, FLOW_CLOSING,
+    FLOW_REFUSED, FORWARD, Flow, FlowKey, LAYOUT_VERSION, MODE_NATIVE, MODE_TC, POD_HOST, Pass,
+    Pod, PortInfo, Pressure, SERVICE_CLIENT_IP, Service, ServiceKey, Traffic, UPLINK_BYPASS_DROP,
+    Uplink, VIP_EXTERNAL, VIP_REFUSE_DROP, Verdict, Vip, backend_generation, backend_index,
+    from_name, map,
+};
+use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 
-use super::{AttachedMode, DataplaneError};
+use super::maps::pinned;
+use super::{AttachedMode, DataplaneError, boot_time, nanoseconds, pins, ticks_per_second};
 
 /// An attachment.
 #[derive(Clone, Debug, Serialize)]
@@ -240,44 +252,436 @@ pub struct ControlView {
     pub layout_version: u32,
 }
 
-/// Reads the pinned maps.
+/// Reads the pinned maps. Every call reads anew.
 #[derive(Debug)]
 pub struct Reader {
     root: PathBuf,
+    dir: PathBuf,
 }
 
 impl Reader {
-    /// Opens the maps below a pin root. [`DataplaneError::NotLoaded`] when there are none.
+    /// Looks for the maps below a pin root. [`DataplaneError::NotLoaded`] when there are none.
     pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
-        Ok(Self { root: bpffs.into() })
+        let root = bpffs.to_owned();
+        let dir = pins::layout_dir(&root);
+        if dir.join(map::CONTROL).exists() {
+            Ok(Self { root, dir })
+        } else {
+            Err(DataplaneError::NotLoaded { path: root })
+        }
     }
+
     /// Attachments by slot.
     pub fn uplinks(&self) -> Result<Vec<UplinkView>, DataplaneError> {
-        todo!("{:?}", self.root)
+        let vips: Vec<(Addr, Vip)> = self.hash(map::VIPS)?;
+        let links = pins::links(&self.dir)?;
+        let rows: Vec<Uplink> = self.array(map::UPLINKS)?;
+        let used = rows.iter().zip(0..).filter(|(row, _)| row.ifindex != 0);
+        let view = |(row, slot): (&Uplink, u32)| {
+            let mut own: Vec<IpAddr> = vips
+                .iter()
+                .filter(|(_, vip)| vip.uplink == slot)
+                .map(|(addr, _)| (*addr).into())
+                .collect();
+            own.sort_unstable();
+            let links = links.iter().filter(|(_, ifindex)| *ifindex == row.ifindex);
+            UplinkView {
+                slot,
+                interface: from_name(&row.name),
+                ifindex: row.ifindex,
+                mode: match row.mode {
+                    MODE_NATIVE => AttachedMode::Native,
+                    MODE_TC => AttachedMode::Tc,
+                    _ => AttachedMode::Egress,
+                },
+                mac: mac(&row.mac),
+                vlan: (row.vlan != 0).then_some(row.vlan),
+                bypass_drop: row.flags & UPLINK_BYPASS_DROP != 0,
+                bypass_udp: row
+                    .bypass_udp
+                    .into_iter()
+                    .filter(|port| *port != 0)
+                    .collect(),
+                gateway: (row.gateway != Addr::UNSPECIFIED).then(|| row.gateway.into()),
+                vips: own,
+                programs: links
+                    .filter_map(|(hook, ifindex)| {
+                        let name = format!("{}-{ifindex}", hook.name());
+                        link_view(&self.dir.join("links").join(name), hook.name())
+                    })
+                    .collect(),
+            }
+        };
+        Ok(used.map(view).collect())
     }
+
     /// VIPs by address.
     pub fn vips(&self) -> Result<Vec<VipView>, DataplaneError> {
-        todo!()
+        let uplinks: Vec<Uplink> = self.array(map::UPLINKS)?;
+        let rows: Vec<(Addr, Vip)> = self.hash(map::VIPS)?;
+        let now = nanoseconds(boot_time());
+        let view = |(addr, vip): (Addr, Vip)| VipView {
+            address: addr.into(),
+            interface: interface(&uplinks, vip.uplink),
+            external: vip.flags & VIP_EXTERNAL != 0,
+            answering: vip.answer_until > now,
+            refuse: if vip.flags & VIP_REFUSE_DROP != 0 {
+                "drop".to_owned()
+            } else {
+                "reject".to_owned()
+            },
+            pass: vip.pass.iter().filter_map(pass).collect(),
+        };
+        let mut views: Vec<_> = rows.into_iter().map(view).collect();
+        views.sort_by_key(|view| view.address);
+        Ok(views)
     }
+
     /// VIP ports by VIP and port, with their backends.
     pub fn ports(&self) -> Result<Vec<PortView>, DataplaneError> {
-        todo!()
+        let services: Vec<(ServiceKey, Service)> = self.hash(map::SERVICES)?;
+        let services: Index<ServiceKey, Service> = services.into_iter().collect();
+        let infos: Vec<PortInfo> = self.array(map::PORT_INFO)?;
+        let stats = self.traffic(map::PORT_STATS)?;
+        let mut backends: Index<u16, Vec<BackendView>> = Index::new();
+        for (service, view) in self.backend_views(&infos)? {
+            backends.entry(service).or_default().push(view);
+        }
+        let used = infos.iter().zip(0..).filter(|(i, _)| i.vip_port.port != 0);
+        let mut views = Vec::new();
+        for (info, id) in used {
+            let service = services.get(&info.vip_port).filter(|s| s.id == id);
+            views.push(PortView {
+                id,
+                vip: info.vip_port.addr.into(),
+                port: info.vip_port.port,
+                service: from_name(&info.service),
+                name: from_name(&info.port),
+                slot: info.slot.checked_sub(1),
+                client_affinity: service.is_some_and(|s| s.flags & SERVICE_CLIENT_IP != 0),
+                serving: service.is_some(),
+                eligible: service.map_or(0, |service| service.count as usize),
+                backends: backends.remove(&id).unwrap_or_default(),
+                traffic: stats(id)?,
+            });
+        }
+        views.sort_by_key(|view| (view.vip, view.port));
+        Ok(views)
     }
+
     /// Backends that exist, by VIP port and identity.
     pub fn backends(&self) -> Result<Vec<BackendView>, DataplaneError> {
-        todo!()
+        let infos: Vec<PortInfo> = self.array(map::PORT_INFO)?;
+        let views = self.backend_views(&infos)?;
+        Ok(views.into_iter().map(|(_, view)| view).collect())
     }
-    /// Flows that match, longest first among the living, then the young, then the ended.
+
+    fn backend_views(&self, infos: &[PortInfo]) -> Result<Vec<(u16, BackendView)>, DataplaneError> {
+        let rows: Vec<Backend> = self.array(map::BACKENDS)?;
+        let names: Array<MapData, BackendInfo> = pinned(&self.dir, map::BACKEND_INFO)?;
+        let pods: Vec<(Addr, Pod)> = self.hash(map::PODS)?;
+        let pods: Index<Addr, Pod> = pods.into_iter().collect();
+        let stats = self.traffic(map::BACKEND_STATS)?;
+        let mut views = Vec::new();
+        for (row, index) in rows.iter().zip(0..) {
+            if row.flags & BACKEND_ALIVE == 0 {
+                continue;
+            }
+            let name = names
+                .get(&u32::from(index), 0)
+                .map_err(|source| DataplaneError::map("read", map::BACKEND_INFO, source))?;
+            let port = infos.get(usize::from(row.service));
+            let port = port.filter(|port| port.vip_port.port != 0);
+            let view = BackendView {
+                index,
+                generation: row.generation,
+                instance: from_name(&name.instance),
+                uid: from_name(&name.uid),
+                address: row.addr.into(),
+                port: row.port,
+                vip: port.map(|port| port.vip_port.addr.into()),
+                vip_port: port.map(|port| port.vip_port.port),
+                service: port.map_or_else(String::new, |port| from_name(&port.service)),
+                port_name: port.map_or_else(String::new, |port| from_name(&port.port)),
+                eligible: row.flags & BACKEND_ELIGIBLE != 0,
+                host_network: pods.get(&row.addr).is_some_and(|p| p.flags & POD_HOST != 0),
+                traffic: stats(index)?,
+            };
+            views.push((row.service, view));
+        }
+        let order = |(_, v): &(u16, BackendView)| (v.vip, v.vip_port, v.instance.clone(), v.index);
+        views.sort_by_cached_key(order);
+        Ok(views)
+    }
+
+    /// Flows that match, by state and then longest first. An LRU that packets rewrite meanwhile may hide a
+    /// flow or show one that has just ended, but shows none twice.
     pub fn flows(&self, filter: &FlowFilter) -> Result<Vec<FlowView>, DataplaneError> {
-        let _ = filter;
-        todo!()
+        let uplinks: Vec<Uplink> = self.array(map::UPLINKS)?;
+        let infos: Vec<PortInfo> = self.array(map::PORT_INFO)?;
+        let rows: Vec<Backend> = self.array(map::BACKENDS)?;
+        let names: Vec<BackendInfo> = self.array(map::BACKEND_INFO)?;
+        let replies: HashMap<MapData, FlowKey, Flow> = pinned(&self.dir, map::LIVING_REPLY)?;
+        let young: HashMap<MapData, FlowKey, Flow> = pinned(&self.dir, map::YOUNG)?;
+        let clock = Clock::now();
+        let mut seen = HashSet::new();
+        let mut views = Vec::new();
+        for name in [map::LIVING, map::YOUNG] {
+            for (key, flow) in self.hash::<FlowKey, Flow>(name)? {
+                // A flow that was promoted between the two looks is shown as living.
+                if key.direction != FORWARD || !seen.insert(key) {
+                    continue;
+                }
+                let reply_key = FlowKey::reply(key.client, flow.client_port, flow.addr, flow.port);
+                let reply = replies
+                    .get(&reply_key, 0)
+                    .or_else(|_| young.get(&reply_key, 0))
+                    .ok();
+                let index = backend_index(flow.backend) as usize;
+                // A row whose index has another owner by now names that one, not the flow's.
+                let owner = rows.get(index).filter(|row| {
+                    row.generation == backend_generation(flow.backend)
+                        && row.service == flow.service
+                });
+                let instance = owner.and(names.get(index)).map(|name| &name.instance);
+                let service = infos.get(usize::from(flow.service));
+                let service =
+                    service.filter(|info| info.vip_port == ServiceKey::new(key.addr, key.port));
+                let last_seen = reply.map_or(flow.last_seen, |r| r.last_seen.max(flow.last_seen));
+                let view = FlowView {
+                    state: state(name, &flow),
+                    client: key.client.into(),
+                    client_port: key.client_port,
+                    vip: key.addr.into(),
+                    vip_port: key.port,
+                    service: service.map_or_else(String::new, |info| from_name(&info.service)),
+                    pod: flow.addr.into(),
+                    pod_port: flow.port,
+                    instance: instance.map_or_else(String::new, |name| from_name(name)),
+                    gone: owner.is_none_or(|row| row.flags & BACKEND_ALIVE == 0),
+                    translated_port: (flow.client_port != key.client_port)
+                        .then_some(flow.client_port),
+                    age_seconds: clock.since_boot_time(flow.started),
+                    idle_seconds: clock.since_jiffies(last_seen),
+                    bytes_in: flow.bytes,
+                    bytes_out: reply.map_or(0, |reply| reply.bytes),
+                    interface: interface(&uplinks, flow.uplink.into()),
+                    last_hop: mac(&flow.last_hop),
+                };
+                if filter.matches(&view) {
+                    views.push(view);
+                }
+            }
+        }
+        views.sort_by(|a, b| {
+            let longest = || b.age_seconds.total_cmp(&a.age_seconds);
+            a.state.cmp(&b.state).then_with(longest)
+        });
+        Ok(views)
     }
+
     /// All verdicts in the order of their numbers, those that never happened included.
     pub fn verdicts(&self) -> Result<Vec<VerdictView>, DataplaneError> {
-        todo!()
+        let counters: PerCpuArray<MapData, u64> = pinned(&self.dir, map::VERDICTS)?;
+        let view = |verdict: &Verdict| {
+            let values = counters
+                .get(&(*verdict as u32), 0)
+                .map_err(|source| DataplaneError::map("read", map::VERDICTS, source))?;
+            Ok(VerdictView {
+                verdict: verdict.name(),
+                packets: values.iter().sum(),
+                explanation: verdict.explanation(),
+            })
+        };
+        Verdict::ALL.iter().map(view).collect()
     }
+
     /// The state as a whole.
     pub fn control(&self) -> Result<ControlView, DataplaneError> {
-        todo!()
+        let control: Control = self.first(map::CONTROL)?;
+        let pressure: Pressure = self.first(map::PRESSURE)?;
+        let clock = Clock::now();
+        let since = |time: u64| (time != 0).then(|| clock.since_boot_time(time));
+        let owner = pins::owner(&self.root);
+        Ok(ControlView {
+            agent_pid: control.agent_pid,
+            agent_running: owner.is_some(),
+            agent_version: from_name(&control.agent_version),
+            agent_started_seconds: since(control.agent_started),
+            synced_seconds: since(control.synced_at),
+            refusals_per_second: control.refusals_per_second,
+            living_full: pressure.living_full != 0,
+            living_capacity: self.capacity(map::LIVING)?,
+            young_capacity: self.capacity(map::YOUNG)?,
+            layout_version: LAYOUT_VERSION,
+        })
     }
+
+    fn first<V: aya::Pod>(&self, name: &'static str) -> Result<V, DataplaneError> {
+        let array: Array<MapData, V> = pinned(&self.dir, name)?;
+        array
+            .get(&0, 0)
+            .map_err(|source| DataplaneError::map("read", name, source))
+    }
+
+    fn array<V: aya::Pod>(&self, name: &'static str) -> Result<Vec<V>, DataplaneError> {
+        let array: Array<MapData, V> = pinned(&self.dir, name)?;
+        array
+            .iter()
+            .collect::<Result<_, _>>()
+            .map_err(|source| DataplaneError::map("read", name, source))
+    }
+
+    /// All entries of a hash, each once. A key that is removed under the iterator sends it back to the
+    /// start, so it may never end under churn: it gets as many steps as twice the map has room for.
+    fn hash<K, V>(&self, name: &'static str) -> Result<Vec<(K, V)>, DataplaneError>
+    where
+        K: aya::Pod + Eq + std::hash::Hash,
+        V: aya::Pod,
+    {
+        let map: HashMap<MapData, K, V> = pinned(&self.dir, name)?;
+        let steps = 2 * self.capacity(name)? as usize;
+        let failed = |source| DataplaneError::map("read", name, source);
+        let mut seen = HashSet::new();
+        let mut entries = Vec::new();
+        for key in map.keys().take(steps) {
+            let key = key.map_err(failed)?;
+            if !seen.insert(key) {
+                continue;
+            }
+            match map.get(&key, 0) {
+                Ok(value) => entries.push((key, value)),
+                // It went between the two calls.
+                Err(MapError::KeyNotFound) => {}
+                Err(error) => return Err(failed(error)),
+            }
+        }
+        Ok(entries)
+    }
+
+    fn capacity(&self, name: &'static str) -> Result<u32, DataplaneError> {
+        MapData::from_pin(self.dir.join(name))
+            .and_then(|data| data.info())
+            .map(|info| info.max_entries())
+            .map_err(|source| DataplaneError::map("look at", name, source))
+    }
+
+    fn traffic(
+        &self,
+        name: &'static str,
+    ) -> Result<impl Fn(u16) -> Result<TrafficView, DataplaneError>, DataplaneError> {
+        let stats: PerCpuArray<MapData, Traffic> = pinned(&self.dir, name)?;
+        Ok(move |index: u16| {
+            let values = stats
+                .get(&u32::from(index), 0)
+                .map_err(|source| DataplaneError::map("read", name, source))?;
+            let mut sum = TrafficView::default();
+            for cpu in values.iter() {
+                sum.packets_in += cpu.packets_in;
+                sum.bytes_in += cpu.bytes_in;
+                sum.packets_out += cpu.packets_out;
+                sum.bytes_out += cpu.bytes_out;
+                sum.flows += cpu.flows;
+            }
+            Ok(sum)
+        })
+    }
+}
+
+impl FlowFilter {
+    fn matches(&self, flow: &FlowView) -> bool {
+        let Self {
+            client,
+            vip,
+            vip_port,
+            backend,
+            state,
+        } = self;
+        let is_backend =
+            |wanted: &String| flow.instance == *wanted || wanted.parse() == Ok(flow.pod);
+        client.is_none_or(|client| flow.client == client)
+            && vip.is_none_or(|vip| flow.vip == vip)
+            && vip_port.is_none_or(|port| flow.vip_port == port)
+            && backend.as_ref().is_none_or(is_backend)
+            && state.is_none_or(|state| flow.state == state)
+    }
+}
+
+/// What the times in the maps are relative to.
+struct Clock {
+    boot_time: u64,
+    jiffies: u64,
+    ticks: u64,
+}
+
+impl Clock {
+    fn now() -> Self {
+        let ticks = u64::from(ticks_per_second());
+        // `jiffies_64` starts five minutes before the 32-bit counter wraps (INITIAL_JIFFIES) and goes on
+        // with CLOCK_MONOTONIC.
+        let monotonic = clock_gettime(ClockId::Monotonic);
+        let seconds = u64::try_from(monotonic.tv_sec).unwrap_or(0);
+        let rest = u64::try_from(monotonic.tv_nsec).unwrap_or(0) * ticks / 1_000_000_000;
+        let initial = (1 << 32) - 300 * ticks;
+        Self {
+            boot_time: nanoseconds(boot_time()),
+            jiffies: initial + seconds * ticks + rest,
+            ticks,
+        }
+    }
+
+    fn since_boot_time(&self, nanoseconds: u64) -> f64 {
+        self.boot_time.saturating_sub(nanoseconds) as f64 / 1e9
+    }
+
+    fn since_jiffies(&self, jiffies: u64) -> f64 {
+        self.jiffies.saturating_sub(jiffies) as f64 / self.ticks as f64
+    }
+}
+
+fn state(map_name: &str, flow: &Flow) -> FlowState {
+    if flow.state & FLOW_CLOSING != 0 {
+        FlowState::Closing
+    } else if flow.state & FLOW_REFUSED != 0 {
+        FlowState::Refused
+    } else if map_name == map::LIVING {
+        FlowState::Living
+    } else {
+        FlowState::Young
+    }
+}
+
+fn interface(uplinks: &[Uplink], slot: u32) -> String {
+    uplinks
+        .get(slot as usize)
+        .map_or_else(String::new, |uplink| from_name(&uplink.name))
+}
+
+fn mac([a, b, c, d, e, f]: &[u8; 6]) -> String {
+    format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}")
+}
+
+fn pass(pass: &Pass) -> Option<String> {
+    let protocol = match pass.protocol {
+        0 => return None,
+        1 => "icmp".to_owned(),
+        6 => "tcp".to_owned(),
+        17 => "udp".to_owned(),
+        58 => "icmpv6".to_owned(),
+        number => number.to_string(),
+    };
+    Some(match pass.port {
+        0 => protocol,
+        port => format!("{protocol}/{port}"),
+    })
+}
+
+fn link_view(pin: &Path, hook: &str) -> Option<LinkView> {
+    let link = FdLink::from(PinnedLink::from_pin(pin).ok()?);
+    let info = link.info().ok()?;
+    Some(LinkView {
+        hook: hook.to_owned(),
+        link: info.id(),
+        program: info.program_id(),
+    })
 }

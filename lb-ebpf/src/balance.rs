@@ -1,0 +1,444 @@
+//! The forward path: client to VIP, to a pod of this node.
+
+use aya_ebpf::helpers::bpf_jiffies64;
+use core::sync::atomic::{Ordering, compiler_fence};
+use lb_common::{
+    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, FLOW_CLAIMED, FLOW_CLOSING, FLOW_REFUSED, Flow,
+    FlowKey, MAX_PASS, POD_HOST, ServiceKey, UPLINK_BYPASS_DROP, UPLINK_FORWARD, Uplink,
+    VIP_EXTERNAL, Verdict, Vip, backend_generation, backend_index, choice, field,
+    packet::{
+        self, Change, EthernetHeader, Ipv4, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Tcp, TcpHeader,
+        UdpHeader, ethertype, mac_word, protocol,
+    },
+};
+
+use crate::{
+    flows,
+    hook::Hook,
+    maps::{
+        BACKENDS, CONTROL, DIRECT, LIVING, PODS, PRESSURE, SERVICES, UPLINK, UPLINKS, VIPS, YOUNG,
+        count_in,
+    },
+    neighbor, refuse,
+};
+
+/// Longest run of headers that the engine looks at: Ethernet with two tags, IPv4 and TCP with options.
+const HEADERS: usize = 14 + 8 + 60 + 20;
+
+/// Takes a frame through the forward path.
+#[inline(always)]
+pub fn forward<H: Hook>(hook: &mut H) -> Verdict {
+    let Some(uplink) = UPLINKS.get(UPLINK.load()) else {
+        return Verdict::Passed;
+    };
+    if uplink.flags & UPLINK_FORWARD == 0 {
+        return Verdict::Passed;
+    }
+    hook.pull(HEADERS);
+    let Some(ethernet) = hook.at::<EthernetHeader>(0) else {
+        return Verdict::Passed;
+    };
+    // SAFETY: `at` checked the header's bounds.
+    let destination = unsafe { mac_word(&raw const (*ethernet).destination) };
+    let group = destination & 1 != 0;
+    // SAFETY: a field of the map's value.
+    if !group && destination != unsafe { mac_word(&raw const uplink.mac) } {
+        return Verdict::PassedOtherMac;
+    }
+    let Some(link) = packet::link(hook) else {
+        return Verdict::Passed;
+    };
+    if link.vlan != uplink.vlan {
+        return Verdict::PassedOtherVlan;
+    }
+    match link.ethertype {
+        ethertype::IPV4 => ipv4(hook, uplink, link.network, group),
+        ethertype::ARP => neighbor::arp(hook, uplink, link.network),
+        _ => Verdict::Passed,
+    }
+}
+
+#[inline(always)]
+fn ipv4<H: Hook>(hook: &mut H, uplink: &Uplink, offset: usize, group: bool) -> Verdict {
+    let Some(ip) = packet::ipv4(hook, offset) else {
+        return Verdict::Passed;
+    };
+    if uplink.vip_filter.may_contain(ip.destination) {
+        if let Some(verdict) = to_vip(hook, &ip, group) {
+            return verdict;
+        }
+    }
+    match CONTROL.get(0) {
+        Some(control) if control.pod_filter.may_contain(ip.destination) => {
+            direct(hook, uplink, &ip)
+        }
+        _ => Verdict::Passed,
+    }
+}
+
+/// A packet that may be for a VIP; `None` when it is not.
+#[inline(always)]
+fn to_vip<H: Hook>(hook: &mut H, ip: &Ipv4, group: bool) -> Option<Verdict> {
+    let vip_addr = Addr::from_v4_raw(ip.destination);
+    if ip.protocol != protocol::TCP || ip.fragment || group {
+        let vip = vip(&vip_addr)?;
+        return Some(not_tcp(hook, ip, &vip, group));
+    }
+    let Some(tcp) = packet::tcp(hook, ip) else {
+        vip(&vip_addr)?;
+        return Some(Verdict::DroppedMalformed);
+    };
+    let key = FlowKey::forward(
+        Addr::from_v4_raw(ip.source),
+        tcp.source,
+        vip_addr,
+        tcp.destination,
+    );
+    let verdict = lookup(hook, ip, &tcp, &key)?;
+    // In one place, for all refusals: the code is large.
+    if verdict.is_refusal() {
+        return Some(refuse::refuse(hook, ip, &tcp, verdict));
+    }
+    Some(verdict)
+}
+
+/// Finds the flow of a packet, or begins one; `None` when the address is no VIP of this uplink.
+#[inline(always)]
+fn lookup<H: Hook>(hook: &mut H, ip: &Ipv4, tcp: &Tcp, key: &FlowKey) -> Option<Verdict> {
+    if let Some(flow) = LIVING.get_ptr_mut(key) {
+        // SAFETY: the value is this map's; concurrent writers keep every field a valid integer.
+        if let Some(verdict) = living(hook, ip, tcp, key, unsafe { &mut *flow }) {
+            return Some(verdict);
+        }
+    } else if let Some(flow) = YOUNG.get_ptr_mut(key) {
+        // SAFETY: as above.
+        if let Some(verdict) = young(hook, ip, tcp, key, unsafe { &mut *flow }) {
+            return Some(verdict);
+        }
+    }
+    begin(hook, ip, tcp, key)
+}
+
+/// The VIP of an address, if it belongs to this uplink.
+#[inline(always)]
+pub fn vip(addr: &Addr) -> Option<Vip> {
+    // SAFETY: read once, copied out.
+    let vip = unsafe { VIPS.get(addr) }?;
+    (vip.uplink == UPLINK.load()).then_some(*vip)
+}
+
+/// The backend of an id, if that very backend still exists.
+#[inline(always)]
+pub fn alive(id: u32) -> Option<&'static Backend> {
+    let backend = BACKENDS.get(backend_index(id))?;
+    (backend.generation == backend_generation(id) && backend.flags & BACKEND_ALIVE != 0)
+        .then_some(backend)
+}
+
+/// A packet of a living flow; `None` when a SYN is to begin anew because the backend is gone.
+#[inline(always)]
+fn living<H: Hook>(
+    hook: &mut H,
+    ip: &Ipv4,
+    tcp: &Tcp,
+    key: &FlowKey,
+    flow: &mut Flow,
+) -> Option<Verdict> {
+    if alive(flow.backend).is_none() {
+        flows::remove_living(key, flow);
+        return gone(tcp);
+    }
+    let change = to_pod(ip, tcp, flow);
+    let bytes = frame_length(ip);
+    note_client(hook, ip, tcp, flow, bytes);
+    count_in(flow.service, backend_index(flow.backend), bytes, false);
+    if tcp.flags & TCP_FIN != 0 {
+        flow.client_fin = 1;
+    }
+    if tcp.flags & TCP_RST != 0 {
+        flows::close(key, flow, FLOW_CLOSING | FLOW_CLAIMED);
+    } else if flow.client_fin & flow.pod_fin != 0 {
+        flows::close(key, flow, FLOW_CLOSING);
+    }
+    Some(rewritten(hook, ip, &change, Verdict::Forwarded))
+}
+
+/// A packet of a young or closing flow; `None` when it is to begin anew.
+#[inline(always)]
+fn young<H: Hook>(
+    hook: &mut H,
+    ip: &Ipv4,
+    tcp: &Tcp,
+    key: &FlowKey,
+    flow: &mut Flow,
+) -> Option<Verdict> {
+    let syn = tcp.flags & (TCP_SYN | TCP_ACK) == TCP_SYN;
+    let id = flow.backend;
+    let backend = alive(id);
+    if syn {
+        // A retransmission must not hop to another backend while this one takes new flows.
+        if flow.state & FLOW_REFUSED != 0
+            || !backend.is_some_and(|backend| backend.flags & BACKEND_ELIGIBLE != 0)
+        {
+            let _ = YOUNG.remove(key);
+            return None;
+        }
+        flow.state = 0;
+        flow.client_fin = 0;
+        flow.pod_fin = 0;
+    } else if backend.is_none() {
+        let _ = YOUNG.remove(key);
+        return gone(tcp);
+    } else if flow.state & FLOW_REFUSED != 0 {
+        let _ = YOUNG.remove(key);
+        return Some(Verdict::RefusedTableFull);
+    }
+    let change = to_pod(ip, tcp, flow);
+    let bytes = frame_length(ip);
+    if flow.state & FLOW_CLOSING == 0 {
+        note_client(hook, ip, tcp, flow, bytes);
+        if tcp.flags & TCP_RST != 0 {
+            flow.state |= FLOW_CLOSING | FLOW_CLAIMED;
+        }
+    }
+    let service = flow.service;
+    count_in(service, backend_index(id), bytes, false);
+    Some(rewritten(hook, ip, &change, Verdict::Forwarded))
+}
+
+/// What becomes of a packet whose backend is gone: a SYN begins anew, the rest is refused.
+#[inline(always)]
+fn gone(tcp: &Tcp) -> Option<Verdict> {
+    if tcp.flags & TCP_SYN != 0 {
+        return None;
+    }
+    Some(Verdict::RefusedGone)
+}
+
+/// A packet without an entry: chooses a backend; `None` when the address is no VIP of this uplink.
+#[inline(always)]
+fn begin<H: Hook>(hook: &mut H, ip: &Ipv4, tcp: &Tcp, key: &FlowKey) -> Option<Verdict> {
+    let vip = vip(&key.addr)?;
+    let syn = tcp.flags & (TCP_SYN | TCP_ACK) == TCP_SYN;
+    let chosen = match choose(key) {
+        Choice::NoService => {
+            if listed(&vip, protocol::TCP, key.port) {
+                return Some(Verdict::PassedListed);
+            }
+            if vip.flags & VIP_EXTERNAL != 0 {
+                return Some(Verdict::PassedExternal);
+            }
+            return Some(Verdict::RefusedNoService);
+        }
+        Choice::NoBackend => {
+            return Some(Verdict::RefusedNoBackend);
+        }
+        Choice::Inconsistent => return Some(Verdict::DroppedInconsistent),
+        Choice::Backend { id, service } => (id, service),
+    };
+    let (id, service) = chosen;
+    let Some(backend) = alive(id) else {
+        return Some(Verdict::DroppedInconsistent);
+    };
+    if backend.service != service {
+        return Some(Verdict::DroppedInconsistent);
+    }
+    if syn
+        && PRESSURE
+            .get(0)
+            .is_some_and(|pressure| pressure.living_full != 0)
+    {
+        return Some(Verdict::RefusedTableFull);
+    }
+    if flows::collides(key, backend) {
+        return Some(Verdict::DroppedCollision);
+    }
+    let mut flow = flows::young(key, backend, id);
+    let bytes = frame_length(ip);
+    note_client(hook, ip, tcp, &mut flow, bytes);
+    if tcp.flags & TCP_RST != 0 {
+        flow.state = FLOW_CLOSING | FLOW_CLAIMED;
+    }
+    if YOUNG.insert(key, &flow, 0).is_err() {
+        return Some(Verdict::DroppedNoRoom);
+    }
+    count_in(service, backend_index(id), bytes, syn);
+    let verdict = if syn {
+        Verdict::ForwardedNew
+    } else {
+        Verdict::ForwardedMiss
+    };
+    Some(rewritten(hook, ip, &to_pod(ip, tcp, &flow), verdict))
+}
+
+enum Choice {
+    NoService,
+    NoBackend,
+    Inconsistent,
+    Backend { id: u32, service: u16 },
+}
+
+/// Chooses among the VIP port's candidates, and trusts the answer only if the value was whole.
+#[inline(always)]
+fn choose(key: &FlowKey) -> Choice {
+    for _ in 0..2 {
+        // SAFETY: a concurrent update may overwrite the value while it is read: see below.
+        let Some(service) = (unsafe { SERVICES.get(&ServiceKey::new(key.addr, key.port)) }) else {
+            return Choice::NoService;
+        };
+        let (version, id, count) = (service.version, service.id, service.count);
+        compiler_fence(Ordering::SeqCst);
+        let best = choice::choose(service, key);
+        compiler_fence(Ordering::SeqCst);
+        if service.version_tail != version || service.version != version || service.id != id {
+            continue;
+        }
+        return match best {
+            Some(backend) => Choice::Backend {
+                id: backend,
+                service: id,
+            },
+            None if count == 0 => Choice::NoBackend,
+            None => Choice::Inconsistent,
+        };
+    }
+    Choice::Inconsistent
+}
+
+/// The rewrite that brings a client's packet to the flow's pod.
+#[inline(always)]
+fn to_pod(ip: &Ipv4, tcp: &Tcp, flow: &Flow) -> Change {
+    Change {
+        old_addr: ip.destination,
+        new_addr: flow.addr.v4_raw(),
+        old_port: tcp.destination,
+        new_port: flow.port,
+        old_other_port: tcp.source,
+        new_other_port: flow.client_port,
+    }
+}
+
+/// Length of the frame, from the headers: at XDP the bytes at hand may be a part.
+#[inline(always)]
+pub fn frame_length(ip: &Ipv4) -> u64 {
+    ip.offset as u64 + u64::from(ip.total_length)
+}
+
+/// Notes what a client's packet tells about its flow.
+#[inline(always)]
+fn note_client<H: Hook>(hook: &H, _ip: &Ipv4, tcp: &Tcp, flow: &mut Flow, bytes: u64) {
+    // SAFETY: a helper without arguments.
+    flow.last_seen = unsafe { bpf_jiffies64() };
+    flow.bytes += bytes;
+    if tcp.flags & TCP_ACK != 0 {
+        flow.last_ack = tcp.acknowledgment;
+    }
+    if let Some(ethernet) = hook.at::<EthernetHeader>(0) {
+        flow.last_hop = field!(ethernet, source);
+    }
+    flow.uplink = UPLINK.load() as u8;
+}
+
+#[inline(always)]
+fn rewritten<H: Hook>(hook: &mut H, ip: &Ipv4, change: &Change, verdict: Verdict) -> Verdict {
+    match hook.rewrite_destination(ip, change) {
+        Some(()) => verdict,
+        None => Verdict::DroppedRewrite,
+    }
+}
+
+/// What the VIP does with packets that cannot be balanced.
+#[inline(always)]
+fn not_tcp<H: Hook>(hook: &H, ip: &Ipv4, vip: &Vip, group: bool) -> Verdict {
+    if group {
+        return Verdict::DroppedGroupMac;
+    }
+    if !ip.fragment {
+        let port = match ip.protocol {
+            protocol::UDP => hook
+                .at::<UdpHeader>(ip.transport)
+                .map_or(0, |udp| u16::from_be(field!(udp, destination))),
+            _ => 0,
+        };
+        if listed(vip, ip.protocol, port) {
+            return Verdict::PassedListed;
+        }
+    }
+    if vip.flags & VIP_EXTERNAL != 0 {
+        return Verdict::PassedExternal;
+    }
+    if ip.fragment {
+        return Verdict::DroppedFragment;
+    }
+    Verdict::DroppedProtocol
+}
+
+/// Whether the VIP's `pass` lists a protocol and port.
+#[inline(always)]
+fn listed(vip: &Vip, protocol: u8, port: u16) -> bool {
+    for at in 0..MAX_PASS {
+        let pass = vip.pass[at];
+        if pass.protocol == protocol && pass.protocol != 0 && (pass.port == 0 || pass.port == port)
+        {
+            return true;
+        }
+    }
+    false
+}
+
+/// A packet from the uplink to an address that may be a pod's.
+#[inline(always)]
+fn direct<H: Hook>(hook: &H, uplink: &Uplink, ip: &Ipv4) -> Verdict {
+    let pod_addr = Addr::from_v4_raw(ip.destination);
+    // SAFETY: read once, copied out.
+    let Some(pod) = (unsafe { PODS.get(&pod_addr) }) else {
+        return Verdict::Passed;
+    };
+    if pod.flags & POD_HOST != 0 {
+        return Verdict::Passed;
+    }
+    let drop = uplink.flags & UPLINK_BYPASS_DROP != 0;
+    match ip.protocol {
+        protocol::TCP => {
+            let Some(tcp) = hook.at::<TcpHeader>(ip.transport) else {
+                return if drop {
+                    Verdict::DroppedBypass
+                } else {
+                    Verdict::Passed
+                };
+            };
+            let flags = field!(tcp, flags);
+            if drop {
+                // Connections of the pod's own go on: their answers carry ACK.
+                return if flags & (TCP_SYN | TCP_ACK) == TCP_SYN {
+                    Verdict::DroppedBypass
+                } else {
+                    Verdict::Passed
+                };
+            }
+            let port = u16::from_be(field!(tcp, destination));
+            let client_port = u16::from_be(field!(tcp, source));
+            let key = FlowKey::reply(Addr::from_v4_raw(ip.source), client_port, pod_addr, port);
+            if flows::is_served(&pod_addr, port) {
+                // SAFETY: a helper without arguments.
+                let now = unsafe { bpf_jiffies64() };
+                let _ = DIRECT.insert(&key, &now, 0);
+                return Verdict::PassedDirect;
+            }
+            Verdict::Passed
+        }
+        protocol::UDP if drop => {
+            let Some(udp) = hook.at::<UdpHeader>(ip.transport) else {
+                return Verdict::DroppedBypass;
+            };
+            let source = u16::from_be(field!(udp, source));
+            for port in uplink.bypass_udp {
+                if port != 0 && port == source {
+                    return Verdict::Passed;
+                }
+            }
+            Verdict::DroppedBypass
+        }
+        _ => Verdict::Passed,
+    }
+}

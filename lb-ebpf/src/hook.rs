@@ -1,0 +1,263 @@
+//! The hooks that the engine runs at: how each reaches, changes and cuts a packet.
+
+use aya_ebpf::{
+    bindings::{__sk_buff, BPF_F_PSEUDO_HDR},
+    helpers::{
+        bpf_l3_csum_replace, bpf_l4_csum_replace, bpf_skb_change_tail, bpf_skb_pull_data,
+        bpf_skb_store_bytes, bpf_xdp_adjust_tail,
+    },
+    programs::{TcContext, XdpContext},
+};
+use core::mem::offset_of;
+use lb_common::{
+    frame::Frame,
+    packet::{self, Change, Ipv4, Ipv4Header, TcpHeader},
+};
+
+/// A frame at a hook.
+pub trait Hook: Frame {
+    /// Whether the TCP checksum may be unfinished here, the device being expected to complete it.
+    const MAY_BE_PARTIAL: bool;
+
+    /// Makes the first `length` bytes readable by [`Frame::at`] where the hook can.
+    fn pull(&mut self, length: usize);
+
+    /// Overwrites bytes; `None` when the hook refuses.
+    fn store<T: Copy>(&mut self, offset: usize, value: &T) -> Option<()>;
+
+    /// Cuts the frame to `length` bytes of the `linear` ones that it has.
+    fn cut(&mut self, length: usize) -> Option<()>;
+
+    /// Rewrites a TCP/IPv4 packet's destination and mends its checksums.
+    fn rewrite_destination(&mut self, ip: &Ipv4, change: &Change) -> Option<()>;
+}
+
+/// Where the packet begins and ends now.
+///
+/// Read anew for every header: were the values known to be the same, the compiler would drop a check
+/// that follows from an earlier one at a higher offset, which the verifier does not see through.
+///
+/// # Safety
+/// Both point into the program's context.
+#[inline(always)]
+unsafe fn bounds(data: *const u32, end: *const u32) -> (usize, usize) {
+    // SAFETY: the caller's.
+    unsafe { (data.read_volatile() as usize, end.read_volatile() as usize) }
+}
+
+/// A packet at XDP.
+pub struct Xdp {
+    ctx: XdpContext,
+}
+
+impl Xdp {
+    /// Wraps the program's context.
+    #[inline(always)]
+    pub fn new(ctx: XdpContext) -> Self {
+        Self { ctx }
+    }
+}
+
+impl Frame for Xdp {
+    #[inline(always)]
+    fn at<T>(&self, offset: usize) -> Option<*mut T> {
+        // SAFETY: the context is the program's own for its whole run.
+        let (data, end) = unsafe {
+            bounds(
+                &raw const (*self.ctx.ctx).data,
+                &raw const (*self.ctx.ctx).data_end,
+            )
+        };
+        let start = data + offset;
+        (start + size_of::<T>() <= end).then_some(start as *mut T)
+    }
+
+    #[inline(always)]
+    fn stripped_tag(&self) -> Option<u16> {
+        // A tag that the NIC strips is not visible to XDP before Linux 6.8 (metadata kfunc), and
+        // there only for some drivers: the agent turns stripping off or takes `tc`.
+        None
+    }
+}
+
+impl Hook for Xdp {
+    const MAY_BE_PARTIAL: bool = false;
+
+    #[inline(always)]
+    fn pull(&mut self, _length: usize) {}
+
+    #[inline(always)]
+    fn store<T: Copy>(&mut self, offset: usize, value: &T) -> Option<()> {
+        let pointer = self.at::<T>(offset)?;
+        // SAFETY: `at` checked the bounds.
+        unsafe { pointer.write(*value) };
+        Some(())
+    }
+
+    #[inline(always)]
+    fn cut(&mut self, length: usize) -> Option<()> {
+        // Kept apart from `length`: the verifier takes `end - data`, but not `length - end + data`.
+        let have = core::hint::black_box(self.ctx.data_end() - self.ctx.data());
+        let change = length as i32 - have as i32;
+        // SAFETY: the context is the program's own. Pointers into the packet are dead after this.
+        let done = unsafe { bpf_xdp_adjust_tail(self.ctx.ctx, change) };
+        (done == 0).then_some(())
+    }
+
+    #[inline(always)]
+    fn rewrite_destination(&mut self, ip: &Ipv4, change: &Change) -> Option<()> {
+        packet::rewrite_destination(self, ip, change)
+    }
+}
+
+/// A packet at TC, ingress or egress.
+pub struct Tc {
+    skb: *mut __sk_buff,
+    /// Slot of the uplink to leave by, when the verdict redirects.
+    pub out: u32,
+}
+
+impl Tc {
+    /// Wraps the program's context.
+    #[inline(always)]
+    pub fn new(ctx: &TcContext) -> Self {
+        Self {
+            skb: ctx.skb.skb,
+            out: 0,
+        }
+    }
+
+    /// Rewrites a TCP/IPv4 packet's source and mends its checksums.
+    #[inline(always)]
+    pub fn rewrite_source(&mut self, ip: &Ipv4, change: &Change) -> Option<()> {
+        self.rewrite(
+            ip,
+            change,
+            offset_of!(Ipv4Header, source),
+            [
+                offset_of!(TcpHeader, source),
+                offset_of!(TcpHeader, destination),
+            ],
+        )
+    }
+
+    /// The helpers keep the sum of every kind of skb right: complete, unfinished, or over the whole
+    /// packet by the NIC; GSO packets included.
+    #[inline(always)]
+    fn rewrite(
+        &mut self,
+        ip: &Ipv4,
+        change: &Change,
+        addr: usize,
+        ports: [usize; 2],
+    ) -> Option<()> {
+        let (old, new) = (u64::from(change.old_addr), u64::from(change.new_addr));
+        let ip_sum = (ip.offset + offset_of!(Ipv4Header, checksum)) as u32;
+        let tcp_sum = (ip.transport + offset_of!(TcpHeader, checksum)) as u32;
+        let pseudo = u64::from(BPF_F_PSEUDO_HDR) | 4;
+        // SAFETY: helpers check offsets against the skb themselves.
+        let failed = unsafe {
+            bpf_l4_csum_replace(self.skb, tcp_sum, old, new, pseudo) != 0
+                || bpf_l3_csum_replace(self.skb, ip_sum, old, new, 4) != 0
+        };
+        if failed {
+            return None;
+        }
+        self.store(ip.offset + addr, &change.new_addr)?;
+        let [port, other_port] = ports;
+        self.replace_port(ip, port, change.old_port, change.new_port)?;
+        self.replace_port(ip, other_port, change.old_other_port, change.new_other_port)
+    }
+
+    #[inline(always)]
+    fn replace_port(&mut self, ip: &Ipv4, offset: usize, old: u16, new: u16) -> Option<()> {
+        if old == new {
+            return Some(());
+        }
+        let sum = (ip.transport + offset_of!(TcpHeader, checksum)) as u32;
+        let (old, new) = (old.to_be(), new.to_be());
+        // SAFETY: the helper checks the offset against the skb itself.
+        if unsafe { bpf_l4_csum_replace(self.skb, sum, u64::from(old), u64::from(new), 2) } != 0 {
+            return None;
+        }
+        self.store(ip.transport + offset, &new)
+    }
+}
+
+impl Frame for Tc {
+    #[inline(always)]
+    fn at<T>(&self, offset: usize) -> Option<*mut T> {
+        // SAFETY: the context is the program's own for its whole run.
+        let (data, end) =
+            unsafe { bounds(&raw const (*self.skb).data, &raw const (*self.skb).data_end) };
+        let start = data + offset;
+        (start + size_of::<T>() <= end).then_some(start as *mut T)
+    }
+
+    #[inline(always)]
+    fn stripped_tag(&self) -> Option<u16> {
+        // SAFETY: the context is the program's own for its whole run.
+        let (present, tag) = unsafe { ((*self.skb).vlan_present, (*self.skb).vlan_tci) };
+        (present != 0).then_some(tag as u16)
+    }
+}
+
+impl Hook for Tc {
+    const MAY_BE_PARTIAL: bool = true;
+
+    #[inline(always)]
+    fn pull(&mut self, length: usize) {
+        // SAFETY: as above.
+        let (data, end, len) = unsafe {
+            (
+                (*self.skb).data as usize,
+                (*self.skb).data_end as usize,
+                (*self.skb).len,
+            )
+        };
+        if data + length > end && len as usize > end - data {
+            let want = if length as u32 > len {
+                len
+            } else {
+                length as u32
+            };
+            // SAFETY: as above. A failure leaves the packet as it is, and `at` says None.
+            unsafe { bpf_skb_pull_data(self.skb, want) };
+        }
+    }
+
+    #[inline(always)]
+    fn store<T: Copy>(&mut self, offset: usize, value: &T) -> Option<()> {
+        // SAFETY: the helper checks the offset; `value` is as long as said.
+        let done = unsafe {
+            bpf_skb_store_bytes(
+                self.skb,
+                offset as u32,
+                core::ptr::from_ref(value).cast(),
+                size_of::<T>() as u32,
+                0,
+            )
+        };
+        (done == 0).then_some(())
+    }
+
+    #[inline(always)]
+    fn cut(&mut self, length: usize) -> Option<()> {
+        // SAFETY: the context is the program's own.
+        let done = unsafe { bpf_skb_change_tail(self.skb, length as u32, 0) };
+        (done == 0).then_some(())
+    }
+
+    #[inline(always)]
+    fn rewrite_destination(&mut self, ip: &Ipv4, change: &Change) -> Option<()> {
+        self.rewrite(
+            ip,
+            change,
+            offset_of!(Ipv4Header, destination),
+            [
+                offset_of!(TcpHeader, destination),
+                offset_of!(TcpHeader, source),
+            ],
+        )
+    }
+}

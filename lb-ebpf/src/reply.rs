@@ -1,0 +1,242 @@
+//! The reply path: pod to client, with the VIP put back as the source.
+
+use aya_ebpf::helpers::bpf_jiffies64;
+use lb_common::{
+    Addr, FLOW_CLAIMED, FLOW_CLOSING, FLOW_REFUSED, Flow, FlowKey, MAX_VIP_PORTS_PER_POD_PORT,
+    POD_HOST, ServiceKey, UPLINK_FORWARD, Uplink, Verdict, backend_index,
+    packet::{
+        self, Change, Ipv4, TCP_FIN, TCP_RST, TCP_SYN, Tcp as TcpFields, ethertype, mac_word,
+        protocol,
+    },
+};
+
+use crate::{
+    balance::frame_length,
+    flows,
+    hook::{Hook, Tc},
+    maps::{
+        CONTROL, DIRECT, LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, TICKS_PER_SECOND, UPLINK,
+        UPLINKS, YOUNG, count_out,
+    },
+};
+
+/// Longest run of headers that the reply path looks at.
+const HEADERS: usize = 14 + 8 + 60 + 20;
+
+/// Takes a frame through the reply path.
+#[inline(always)]
+pub fn reply(hook: &mut Tc) -> Verdict {
+    hook.pull(HEADERS);
+    let Some(link) = packet::link(hook) else {
+        return Verdict::Passed;
+    };
+    if link.ethertype != ethertype::IPV4 {
+        return Verdict::Passed;
+    }
+    let Some(ip) = packet::ipv4(hook, link.network) else {
+        return Verdict::Passed;
+    };
+    let Some(control) = CONTROL.get(0) else {
+        return Verdict::Passed;
+    };
+    if !control.pod_filter.may_contain(ip.source) || ip.protocol != protocol::TCP || ip.fragment {
+        return Verdict::Passed;
+    }
+    let Some(tcp) = packet::tcp(hook, &ip) else {
+        return Verdict::Passed;
+    };
+    let (client, pod) = (
+        Addr::from_v4_raw(ip.destination),
+        Addr::from_v4_raw(ip.source),
+    );
+    let key = FlowKey::reply(client, tcp.destination, pod, tcp.source);
+    // SAFETY: the value is this map's; concurrent writers keep every field a valid integer.
+    let Some(entry) = LIVING_REPLY
+        .get_ptr_mut(&key)
+        .map(|entry| unsafe { &mut *entry })
+    else {
+        return second_look(hook, &ip, &tcp, &key);
+    };
+    let bytes = frame_length(&ip);
+    // SAFETY: a helper without arguments.
+    entry.last_seen = unsafe { bpf_jiffies64() };
+    entry.bytes += bytes;
+    count_out(entry.service, backend_index(entry.backend), bytes);
+    let change = to_client(&ip, &tcp, entry.addr, entry.port, entry.client_port);
+    let (uplink, last_hop) = (u32::from(entry.uplink), entry.last_hop);
+    if tcp.flags & (TCP_FIN | TCP_RST) != 0 {
+        let forward = FlowKey::forward(client, entry.client_port, entry.addr, entry.port);
+        end(&forward, tcp.flags);
+    }
+    rewritten(hook, &ip, &change, uplink, &last_hop, Verdict::Replied)
+}
+
+/// Notes the pod's FIN or RST in the forward entry, which alone knows both sides.
+#[inline(always)]
+fn end(forward: &FlowKey, flags: u8) {
+    // SAFETY: the value is this map's.
+    let Some(flow) = LIVING
+        .get_ptr_mut(forward)
+        .map(|flow| unsafe { &mut *flow })
+    else {
+        return;
+    };
+    if flags & TCP_FIN != 0 {
+        flow.pod_fin = 1;
+    }
+    if flags & TCP_RST != 0 || flow.client_fin & flow.pod_fin != 0 {
+        flows::close(forward, flow, FLOW_CLOSING);
+    }
+}
+
+/// A segment without a living reply entry: of a young or closing flow, of one whose reply entry was
+/// lost, or none of ours.
+#[inline(always)]
+fn second_look(hook: &mut Tc, ip: &Ipv4, tcp: &TcpFields, key: &FlowKey) -> Verdict {
+    // SAFETY: read only; a concurrent update costs one wrong answer at most.
+    let Some(pod_port) = (unsafe { POD_PORTS.get(&ServiceKey::new(key.addr, key.port)) }) else {
+        return Verdict::Passed;
+    };
+    let bytes = frame_length(ip);
+    for at in 0..MAX_VIP_PORTS_PER_POD_PORT {
+        if at as u32 >= pod_port.count {
+            break;
+        }
+        let vip_port = pod_port.vip_ports[at];
+        let forward = FlowKey::forward(key.client, key.client_port, vip_port.addr, vip_port.port);
+        // SAFETY: the value is this map's.
+        if let Some(flow) = LIVING
+            .get_ptr_mut(&forward)
+            .map(|flow| unsafe { &mut *flow })
+            && flows::leads_to(flow, &key.addr, key.port, key.client_port)
+        {
+            let _ = LIVING_REPLY.insert(key, &flows::reply_entry(&forward, flow), 0);
+            let verdict = Verdict::RepliedRestored;
+            return restore(hook, ip, tcp, &forward, flow, bytes, verdict);
+        }
+        // SAFETY: the value is this map's.
+        if let Some(flow) = YOUNG
+            .get_ptr_mut(&forward)
+            .map(|flow| unsafe { &mut *flow })
+            && flows::leads_to(flow, &key.addr, key.port, key.client_port)
+        {
+            if !grow(&forward, flow, tcp.flags) {
+                return Verdict::DroppedTableFull;
+            }
+            let verdict = Verdict::RepliedYoung;
+            return restore(hook, ip, tcp, &forward, flow, bytes, verdict);
+        }
+    }
+    // SAFETY: read only.
+    if pod_port.flags & POD_HOST != 0 || unsafe { DIRECT.get(key) }.is_some() {
+        return Verdict::PassedDirect;
+    }
+    let uplink = UPLINKS.get(UPLINK.load());
+    if uplink.is_some_and(|uplink| uplink.flags & UPLINK_FORWARD != 0) {
+        Verdict::DroppedReplyUnknown
+    } else {
+        Verdict::Passed
+    }
+}
+
+/// Lets a pod's segment move a young flow on. False when the living table has no room.
+#[inline(always)]
+fn grow(forward: &FlowKey, flow: &mut Flow, flags: u8) -> bool {
+    if flags & TCP_RST != 0 {
+        flow.state = FLOW_CLOSING;
+        return true;
+    }
+    if flags & TCP_SYN != 0 {
+        return true;
+    }
+    if flow.state & FLOW_CLOSING != 0 {
+        // The pod's own stack tells whether a client's RST was one: it goes on sending if not.
+        // SAFETY: a helper without arguments.
+        let since = unsafe { bpf_jiffies64() }.wrapping_sub(flow.last_seen);
+        if flow.state & FLOW_CLAIMED == 0 || since <= u64::from(TICKS_PER_SECOND.load()) {
+            return true;
+        }
+    }
+    if flags & TCP_FIN != 0 {
+        flow.pod_fin = 1;
+    }
+    if flow.client_fin & flow.pod_fin != 0 {
+        flow.state = FLOW_CLOSING;
+        return true;
+    }
+    if flows::promote(forward, flow) {
+        return true;
+    }
+    flow.state |= FLOW_REFUSED;
+    if let Some(pressure) = PRESSURE.get_ptr_mut(0) {
+        // SAFETY: one word, cleared by any removal.
+        unsafe { (*pressure).living_full = 1 };
+    }
+    false
+}
+
+/// Rewrites a segment by a forward entry.
+#[inline(always)]
+fn restore(
+    hook: &mut Tc,
+    ip: &Ipv4,
+    tcp: &TcpFields,
+    forward: &FlowKey,
+    flow: &Flow,
+    bytes: u64,
+    verdict: Verdict,
+) -> Verdict {
+    let change = to_client(ip, tcp, forward.addr, forward.port, forward.client_port);
+    let (uplink, last_hop) = (u32::from(flow.uplink), flow.last_hop);
+    count_out(flow.service, backend_index(flow.backend), bytes);
+    rewritten(hook, ip, &change, uplink, &last_hop, verdict)
+}
+
+/// The rewrite that makes a pod's segment one of the VIP's.
+#[inline(always)]
+fn to_client(ip: &Ipv4, tcp: &TcpFields, vip: Addr, vip_port: u16, client_port: u16) -> Change {
+    Change {
+        old_addr: ip.source,
+        new_addr: vip.v4_raw(),
+        old_port: tcp.source,
+        new_port: vip_port,
+        old_other_port: tcp.destination,
+        new_other_port: client_port,
+    }
+}
+
+#[inline(always)]
+fn rewritten(
+    hook: &mut Tc,
+    ip: &Ipv4,
+    change: &Change,
+    arrival: u32,
+    last_hop: &[u8; 6],
+    verdict: Verdict,
+) -> Verdict {
+    if hook.rewrite_source(ip, change).is_none() {
+        return Verdict::DroppedRewrite;
+    }
+    if arrival == UPLINK.load() {
+        return verdict;
+    }
+    let (Some(here), Some(there)) = (UPLINKS.get(UPLINK.load()), UPLINKS.get(arrival)) else {
+        return verdict;
+    };
+    if there.ifindex == 0 || same_bridge(here, there) {
+        return verdict;
+    }
+    let addresses = [*last_hop, there.mac];
+    if hook.store(0, &addresses).is_none() {
+        return Verdict::DroppedRewrite;
+    }
+    hook.out = arrival;
+    Verdict::RepliedRedirected
+}
+
+/// Ports of one bridge carry the bridge's MAC, and the bridge knows behind which of them the client is.
+#[inline(always)]
+fn same_bridge(here: &Uplink, there: &Uplink) -> bool {
+    // SAFETY: fields of map values.
+    unsafe { mac_word(&raw const here.mac) == mac_word(&raw const there.mac) }
+}

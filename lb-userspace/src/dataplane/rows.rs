@@ -1,0 +1,717 @@
+//! What the maps hold, what they shall hold, and the writes between the two in safe order. Pure:
+//! no kernel here, so that every prefix of the writes can be tested.
+//!
+//! Ids live in the maps themselves: a VIP port keeps its id as long as `port_info` names it, a backend
+//! its index and generation as long as it is alive. So a restarted agent goes on where the last one ended.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::net::IpAddr;
+use std::time::Duration;
+
+use lb_common::choice::identity;
+use lb_common::{
+    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, BackendInfo, Candidate, Control, Filter,
+    MAX_BACKENDS, MAX_BACKENDS_PER_PORT, MAX_PASS, MAX_PORTS, MAX_UPLINKS,
+    MAX_VIP_PORTS_PER_POD_PORT, MAX_VIPS, NAME_LEN, POD_HOST, Pass, Pod, PodPort, PortInfo,
+    SERVICE_CLIENT_IP, SERVICE_INSTANCE, Service, ServiceKey, Uplink, VIP_EXTERNAL,
+    VIP_REFUSE_DROP, Vip, backend_id, to_name,
+};
+
+use super::GONE_AFTER;
+use crate::desired::{Announce, Refuse};
+use crate::tables::{BackendRow, PortRow, TableSet, VipRow};
+
+/// The rows that the agent alone writes.
+#[derive(Clone)]
+pub(super) struct Rows {
+    pub(super) uplinks: Vec<Uplink>,
+    pub(super) vips: BTreeMap<Addr, Vip>,
+    pub(super) services: BTreeMap<ServiceKey, Service>,
+    pub(super) backends: Vec<Backend>,
+    pub(super) pod_ports: BTreeMap<ServiceKey, PodPort>,
+    pub(super) pods: BTreeMap<Addr, Pod>,
+    pub(super) port_info: Vec<PortInfo>,
+    pub(super) backend_info: Vec<BackendInfo>,
+    pub(super) control: Control,
+    /// The highest version that a service was written with; no map holds it.
+    pub(super) version: u32,
+}
+
+/// A free slot of the `uplinks` map.
+pub(super) const NO_UPLINK: Uplink = Uplink {
+    vip_filter: Filter { bits: [0; 4] },
+    ifindex: 0,
+    flags: 0,
+    mac: [0; 6],
+    vlan: 0,
+    mode: 0,
+    pad: [0; 7],
+    name: [0; 16],
+    bypass_udp: [0; lb_common::MAX_BYPASS_UDP],
+    gateway: Addr::UNSPECIFIED,
+};
+/// An index that no backend has had yet.
+const NO_BACKEND: Backend = Backend {
+    addr: Addr::UNSPECIFIED,
+    port: 0,
+    service: 0,
+    generation: 0,
+    flags: 0,
+};
+const NO_PORT_INFO: PortInfo = PortInfo {
+    vip_port: ServiceKey::new(Addr::UNSPECIFIED, 0),
+    slot: 0,
+    service: [0; NAME_LEN],
+    port: [0; NAME_LEN],
+};
+const NO_BACKEND_INFO: BackendInfo = BackendInfo {
+    instance: [0; NAME_LEN],
+    uid: [0; NAME_LEN],
+};
+
+impl Default for Rows {
+    fn default() -> Self {
+        Self {
+            uplinks: vec![NO_UPLINK; MAX_UPLINKS as usize],
+            vips: BTreeMap::new(),
+            services: BTreeMap::new(),
+            backends: vec![NO_BACKEND; MAX_BACKENDS as usize],
+            pod_ports: BTreeMap::new(),
+            pods: BTreeMap::new(),
+            port_info: vec![NO_PORT_INFO; MAX_PORTS as usize],
+            backend_info: vec![NO_BACKEND_INFO; MAX_BACKENDS as usize],
+            control: Control::default(),
+            version: 0,
+        }
+    }
+}
+
+/// One map write or removal.
+#[derive(Clone)]
+pub(super) enum Write {
+    Uplink(u32, Box<Uplink>),
+    Control(Box<Control>),
+    PortInfo(u16, Box<PortInfo>),
+    /// The counters of a VIP port id that gets a new owner start from zero.
+    ResetPortStats(u16),
+    BackendInfo(u16, Box<BackendInfo>),
+    /// Likewise for a backend's index.
+    ResetBackendStats(u16),
+    Backend(u16, Backend),
+    Pod(Addr, Pod),
+    RemovePod(Addr),
+    PodPort(ServiceKey, Box<PodPort>),
+    RemovePodPort(ServiceKey),
+    Service(ServiceKey, Box<Service>),
+    RemoveService(ServiceKey),
+    Vip(Addr, Box<Vip>),
+    RemoveVip(Addr),
+}
+
+impl Rows {
+    /// Repeats here what was written to the maps.
+    pub(super) fn record(&mut self, write: &Write) {
+        match write {
+            Write::Uplink(slot, row) => self.uplinks[*slot as usize] = **row,
+            Write::Control(row) => self.control = **row,
+            Write::PortInfo(id, row) => self.port_info[usize::from(*id)] = **row,
+            Write::BackendInfo(index, row) => self.backend_info[usize::from(*index)] = **row,
+            Write::ResetPortStats(_) | Write::ResetBackendStats(_) => {}
+            Write::Backend(index, row) => self.backends[usize::from(*index)] = *row,
+            Write::Pod(addr, row) => {
+                self.pods.insert(*addr, *row);
+            }
+            Write::RemovePod(addr) => {
+                self.pods.remove(addr);
+            }
+            Write::PodPort(key, row) => {
+                self.pod_ports.insert(*key, **row);
+            }
+            Write::RemovePodPort(key) => {
+                self.pod_ports.remove(key);
+            }
+            Write::Service(key, row) => {
+                self.version = row.version;
+                self.services.insert(*key, **row);
+            }
+            Write::RemoveService(key) => {
+                self.services.remove(key);
+            }
+            Write::Vip(addr, row) => {
+                self.vips.insert(*addr, **row);
+            }
+            Write::RemoveVip(addr) => {
+                self.vips.remove(addr);
+            }
+        }
+    }
+}
+
+/// What the rows are made from.
+pub(super) struct Input<'a> {
+    /// What the plan wants.
+    pub(super) tables: &'a TableSet,
+    /// Uplink slot of every VIP that has one; the others are not served.
+    pub(super) placement: &'a BTreeMap<IpAddr, u32>,
+    /// Addresses of this node.
+    pub(super) host: &'a BTreeSet<IpAddr>,
+    /// `CLOCK_BOOTTIME`.
+    pub(super) now: Duration,
+}
+
+/// Backends that no source has any more, with the time at which they are gone.
+pub(super) type Leaving = BTreeMap<u16, Duration>;
+
+/// The writes that lead from what is to what shall be.
+#[derive(Default)]
+pub(super) struct Plan {
+    /// In order.
+    pub(super) writes: Vec<Write>,
+    /// Backends that leave once these writes are done.
+    pub(super) leaving: Leaving,
+    /// What did not fit, a sentence each.
+    pub(super) notes: Vec<String>,
+}
+
+/// Finds the writes.
+pub(super) fn plan(rows: &Rows, leaving: &Leaving, input: &Input<'_>) -> Plan {
+    let mut goal = Goal::new(rows);
+    goal.place_ports(input.tables);
+    goal.place_backends(input.tables);
+    goal.keep_leaving(leaving, input);
+    goal.derive(input);
+    let Goal {
+        next,
+        leaving,
+        notes,
+        fresh_ports,
+        fresh_backends,
+        ..
+    } = goal;
+    Plan {
+        writes: order(rows, &next, &fresh_ports, &fresh_backends),
+        leaving,
+        notes,
+    }
+}
+
+/// What the rows shall be, as it grows.
+struct Goal<'a> {
+    rows: &'a Rows,
+    next: Rows,
+    /// Ids of wanted VIP ports.
+    ids: BTreeMap<(IpAddr, u16), u16>,
+    /// Indices of wanted backends, by VIP port in the order of its row.
+    indices: BTreeMap<(IpAddr, u16), Vec<u16>>,
+    leaving: Leaving,
+    fresh_ports: BTreeSet<u16>,
+    fresh_backends: BTreeSet<u16>,
+    notes: Vec<String>,
+}
+
+/// What makes a backend the same one as before.
+type BackendKey = (u16, Addr, u16, Names);
+/// Instance and uid as the map holds them.
+type Names = ([u8; NAME_LEN], [u8; NAME_LEN]);
+
+impl<'a> Goal<'a> {
+    fn new(rows: &'a Rows) -> Self {
+        let mut next = rows.clone();
+        next.vips.clear();
+        next.services.clear();
+        next.pods.clear();
+        next.pod_ports.clear();
+        next.port_info.fill(NO_PORT_INFO);
+        for backend in &mut next.backends {
+            // What nobody claims below is gone; its generation stays.
+            backend.flags = 0;
+        }
+        Self {
+            rows,
+            next,
+            ids: BTreeMap::new(),
+            indices: BTreeMap::new(),
+            leaving: Leaving::new(),
+            fresh_ports: BTreeSet::new(),
+            fresh_backends: BTreeSet::new(),
+            notes: Vec::new(),
+        }
+    }
+
+    fn place_ports(&mut self, tables: &TableSet) {
+        let known: HashMap<ServiceKey, u16> = self
+            .rows
+            .port_info
+            .iter()
+            .zip(0..)
+            .filter(|(info, _)| info.vip_port.port != 0)
+            .map(|(info, id)| (info.vip_port, id))
+            .collect();
+        let used: HashSet<u16> = known.values().copied().collect();
+        let mut free = (0..MAX_PORTS as u16).filter(|id| !used.contains(id));
+        for (&(vip, port), row) in &tables.ports {
+            let key = service_key(vip, port);
+            let id = known.get(&key).copied().or_else(|| {
+                let id = free.next()?;
+                self.fresh_ports.insert(id);
+                Some(id)
+            });
+            let Some(id) = id else {
+                self.notes.push(format!(
+                    "{vip}:{port} is not served: there are more than {MAX_PORTS} VIP ports"
+                ));
+                continue;
+            };
+            self.ids.insert((vip, port), id);
+            self.next.port_info[usize::from(id)] = PortInfo {
+                vip_port: key,
+                slot: row.slot.map_or(0, |slot| slot + 1),
+                service: to_name(&row.service),
+                port: to_name(&row.port_name),
+            };
+        }
+    }
+
+    fn place_backends(&mut self, tables: &TableSet) {
+        let known: HashMap<BackendKey, u16> = self
+            .rows
+            .backends
+            .iter()
+            .zip(0..)
+            .filter(|(backend, _)| backend.flags & BACKEND_ALIVE != 0)
+            .map(|(backend, index)| {
+                let info = &self.rows.backend_info[usize::from(index)];
+                let names = (info.instance, info.uid);
+                ((backend.service, backend.addr, backend.port, names), index)
+            })
+            .collect();
+        let alive: HashSet<u16> = known.values().copied().collect();
+        let mut free = (0..MAX_BACKENDS as u16).filter(|index| !alive.contains(index));
+        for (&place, &id) in &self.ids {
+            let mut indices = Vec::new();
+            for row in &tables.ports[&place].backends {
+                let names = (to_name(&row.instance), to_name(&row.uid));
+                let addr = Addr::from(row.address);
+                let was = known.get(&(id, addr, row.port, names)).copied();
+                let Some(index) = was.or_else(|| free.next()) else {
+                    self.notes.push(format!(
+                        "{} is not used on {}:{}: there are more than {MAX_BACKENDS} backends",
+                        row.instance, place.0, place.1
+                    ));
+                    continue;
+                };
+                let former = self.rows.backends[usize::from(index)];
+                let generation = if was.is_some() || former == NO_BACKEND {
+                    former.generation
+                } else {
+                    former.generation.wrapping_add(1)
+                };
+                if was.is_none() {
+                    self.fresh_backends.insert(index);
+                }
+                self.next.backends[usize::from(index)] = Backend {
+                    addr,
+                    port: row.port,
+                    service: id,
+                    generation,
+                    flags: BACKEND_ALIVE | if row.eligible { BACKEND_ELIGIBLE } else { 0 },
+                };
+                let (instance, uid) = names;
+                self.next.backend_info[usize::from(index)] = BackendInfo { instance, uid };
+                indices.push(index);
+            }
+            self.indices.insert(place, indices);
+        }
+    }
+
+    /// Backends that are alive in the maps but wanted no more live on for a while: a flap of the source
+    /// must not end flows.
+    fn keep_leaving(&mut self, leaving: &Leaving, input: &Input<'_>) {
+        let rows = || input.tables.ports.values().flat_map(|port| &port.backends);
+        let mut owners: HashMap<IpAddr, Vec<&BackendRow>> = HashMap::new();
+        for row in rows() {
+            owners.entry(row.address).or_default().push(row);
+        }
+        for (backend, index) in self.rows.backends.iter().zip(0..) {
+            let wanted = self.next.backends[usize::from(index)].flags & BACKEND_ALIVE != 0;
+            if backend.flags & BACKEND_ALIVE == 0 || wanted {
+                continue;
+            }
+            let deadline = *leaving.get(&index).unwrap_or(&(input.now + GONE_AFTER));
+            let address = IpAddr::from(backend.addr);
+            let info = &self.rows.backend_info[usize::from(index)];
+            let is_same = |row: &&BackendRow| {
+                to_name(&row.instance) == info.instance && to_name(&row.uid) == info.uid
+            };
+            // Pods on the host network share the node's address: there only the port tells them apart.
+            let is_rival =
+                |row: &&&BackendRow| !input.host.contains(&address) || row.port == backend.port;
+            let mut rivals = owners
+                .get(&address)
+                .into_iter()
+                .flatten()
+                .filter(is_rival)
+                .copied()
+                .peekable();
+            let taken = rivals.peek().is_some() && !rivals.any(|row| is_same(&row));
+            if input.now >= deadline || taken {
+                continue;
+            }
+            // Its VIP port keeps the id, so that the same backend is known when it returns. A row of a
+            // VIP port that nothing names is the rest of an interrupted write.
+            let id = usize::from(backend.service);
+            let Some(info) = self.rows.port_info.get(id).filter(|i| i.vip_port.port != 0) else {
+                continue;
+            };
+            let next = &mut self.next.port_info[id];
+            if next.vip_port.port == 0 {
+                *next = *info;
+            }
+            self.leaving.insert(index, deadline);
+            self.next.backends[usize::from(index)].flags = BACKEND_ALIVE;
+        }
+    }
+
+    /// Everything that follows from ports and backends.
+    fn derive(&mut self, input: &Input<'_>) {
+        self.derive_pods(input.host);
+        self.derive_services(input.tables);
+        self.derive_vips(input);
+    }
+
+    fn derive_pods(&mut self, host: &BTreeSet<IpAddr>) {
+        let mut filter = Filter::default();
+        for backend in &self.next.backends {
+            if backend.flags & BACKEND_ALIVE == 0 {
+                continue;
+            }
+            let is_host = host.contains(&IpAddr::from(backend.addr));
+            let flags = if is_host { POD_HOST } else { 0 };
+            filter.insert(&backend.addr);
+            self.next.pods.insert(backend.addr, Pod { flags });
+            let vip_port = self.next.port_info[usize::from(backend.service)].vip_port;
+            let key = ServiceKey::new(backend.addr, backend.port);
+            let row = self.next.pod_ports.entry(key).or_insert(PodPort {
+                count: 0,
+                flags,
+                vip_ports: [ServiceKey::new(Addr::UNSPECIFIED, 0); MAX_VIP_PORTS_PER_POD_PORT],
+            });
+            let count = row.count as usize;
+            if row.vip_ports[..count].contains(&vip_port) {
+                continue;
+            }
+            if let Some(place) = row.vip_ports.get_mut(count) {
+                *place = vip_port;
+                row.count += 1;
+            } else {
+                self.notes.push(format!(
+                    "more than {MAX_VIP_PORTS_PER_POD_PORT} VIP ports lead to {}:{}: \
+                     lost flows of {}:{} cannot be found again",
+                    IpAddr::from(backend.addr),
+                    backend.port,
+                    IpAddr::from(vip_port.addr),
+                    vip_port.port
+                ));
+            }
+        }
+        for row in self.next.pod_ports.values_mut() {
+            // Order of indices is chance; equal sets shall be equal rows.
+            row.vip_ports[..row.count as usize].sort_unstable();
+        }
+        self.next.control.pod_filter = filter;
+    }
+
+    fn derive_services(&mut self, tables: &TableSet) {
+        for (&(vip, port), &id) in &self.ids {
+            let row = &tables.ports[&(vip, port)];
+            let key = service_key(vip, port);
+            let mut service = Service {
+                version: 0,
+                id,
+                flags: service_flags(row),
+                seed: row.seed,
+                count: 0,
+                pad: 0,
+                candidates: [Candidate::default(); MAX_BACKENDS_PER_PORT],
+                pad_tail: 0,
+                version_tail: 0,
+            };
+            let indices = &self.indices[&(vip, port)];
+            let eligible = indices.iter().filter_map(|&index| {
+                let backend = self.next.backends[usize::from(index)];
+                (backend.flags & BACKEND_ELIGIBLE != 0).then_some((index, backend.generation))
+            });
+            let names: HashMap<[u8; NAME_LEN], u32> = row
+                .backends
+                .iter()
+                .map(|backend| (to_name(&backend.instance), identity(&backend.instance)))
+                .collect();
+            for ((index, generation), place) in eligible.zip(&mut service.candidates) {
+                let name = self.next.backend_info[usize::from(index)].instance;
+                *place = Candidate {
+                    backend: backend_id(index, generation),
+                    identity: names.get(&name).copied().unwrap_or_default(),
+                };
+                service.count += 1;
+            }
+            self.next.services.insert(key, service);
+        }
+    }
+
+    fn derive_vips(&mut self, input: &Input<'_>) {
+        for (&vip, row) in &input.tables.vips {
+            if let Some(&uplink) = input.placement.get(&vip) {
+                self.next.vips.insert(vip.into(), vip_row(row, uplink));
+            }
+        }
+        if self.next.vips.len() > MAX_VIPS as usize {
+            self.notes.push(format!(
+                "{} VIPs are not served: there are more than {MAX_VIPS}",
+                self.next.vips.len() - MAX_VIPS as usize
+            ));
+            while self.next.vips.len() > MAX_VIPS as usize {
+                self.next.vips.pop_last();
+            }
+        }
+        for &index in self.leaving.keys() {
+            let service = usize::from(self.next.backends[usize::from(index)].service);
+            let vip = self.next.port_info[service].vip_port.addr;
+            let is_wanted = input.tables.vips.contains_key(&IpAddr::from(vip));
+            if let Some(row) = self.rows.vips.get(&vip).filter(|_| !is_wanted) {
+                self.next.vips.entry(vip).or_insert(*row);
+            }
+        }
+        for (slot, uplink) in self.next.uplinks.iter_mut().enumerate() {
+            uplink.vip_filter = Filter::default();
+            for (addr, vip) in &self.next.vips {
+                if vip.uplink as usize == slot && uplink.ifindex != 0 {
+                    uplink.vip_filter.insert(addr);
+                }
+            }
+        }
+    }
+}
+
+fn service_key(vip: IpAddr, port: u16) -> ServiceKey {
+    ServiceKey::new(vip.into(), port)
+}
+
+fn service_flags(row: &PortRow) -> u16 {
+    let instance = if row.slot.is_some() {
+        SERVICE_INSTANCE
+    } else {
+        0
+    };
+    instance
+        | if row.client_affinity {
+            SERVICE_CLIENT_IP
+        } else {
+            0
+        }
+}
+
+fn vip_row(row: &VipRow, uplink: u32) -> Vip {
+    let (answer_until, external) = match row.announce {
+        Announce::Always => (u64::MAX, 0),
+        Announce::External => (0, VIP_EXTERNAL),
+    };
+    let refuse = match row.refuse {
+        Refuse::Reject => 0,
+        Refuse::Drop => VIP_REFUSE_DROP,
+    };
+    let mut pass = [Pass::default(); MAX_PASS];
+    for (place, spec) in pass.iter_mut().zip(&row.pass) {
+        place.port = spec.port;
+        place.protocol = spec.protocol;
+    }
+    Vip {
+        answer_until,
+        flags: external | refuse,
+        uplink,
+        pass,
+    }
+}
+
+/// The same VIP but for its deadline, which the holder (or a test) may have moved.
+fn same_vip(a: &Vip, b: &Vip) -> bool {
+    let answer_until = b.answer_until;
+    Vip { answer_until, ..*a } == *b
+}
+
+/// The same service but for its version.
+fn same_service(a: &Service, b: &Service) -> bool {
+    let versions = |service: &Service| Service {
+        version: 0,
+        version_tail: 0,
+        ..*service
+    };
+    a.version == a.version_tail && versions(a) == versions(b)
+}
+
+fn union(a: &Filter, b: &Filter) -> Filter {
+    let mut bits = a.bits;
+    for (word, other) in bits.iter_mut().zip(&b.bits) {
+        *word |= other;
+    }
+    Filter { bits }
+}
+
+/// What must be there before a service names it comes first, what must be there as long as one does goes last.
+fn order(
+    now: &Rows,
+    next: &Rows,
+    fresh_ports: &BTreeSet<u16>,
+    fresh_backends: &BTreeSet<u16>,
+) -> Vec<Write> {
+    let mut writes = Vec::new();
+    let mut held = now.clone();
+    let mut write = |held: &mut Rows, write: Write| {
+        held.record(&write);
+        writes.push(write);
+    };
+
+    // Filters err on the side of containing: bits are set first and cleared last.
+    let control = Control {
+        pod_filter: union(&held.control.pod_filter, &next.control.pod_filter),
+        ..held.control
+    };
+    if control != held.control {
+        write(&mut held, Write::Control(Box::new(control)));
+    }
+    for (slot, uplink) in next.uplinks.iter().enumerate() {
+        let row = Uplink {
+            vip_filter: union(&now.uplinks[slot].vip_filter, &uplink.vip_filter),
+            ..now.uplinks[slot]
+        };
+        if row != now.uplinks[slot] {
+            write(&mut held, Write::Uplink(slot as u32, Box::new(row)));
+        }
+    }
+
+    // Names, then the backends that are or become eligible.
+    for (info, id) in next.port_info.iter().zip(0..) {
+        if info.vip_port.port != 0 && *info != now.port_info[usize::from(id)] {
+            write(&mut held, Write::PortInfo(id, Box::new(*info)));
+        }
+    }
+    for &id in fresh_ports {
+        write(&mut held, Write::ResetPortStats(id));
+    }
+    for (info, index) in next.backend_info.iter().zip(0..) {
+        if *info != now.backend_info[usize::from(index)] {
+            write(&mut held, Write::BackendInfo(index, Box::new(*info)));
+        }
+    }
+    for &index in fresh_backends {
+        write(&mut held, Write::ResetBackendStats(index));
+    }
+    for (backend, index) in next.backends.iter().zip(0..) {
+        let was = now.backends[usize::from(index)];
+        let gains = backend.flags & !was.flags != 0;
+        if *backend != was && (gains || fresh_backends.contains(&index)) {
+            write(&mut held, Write::Backend(index, *backend));
+        }
+    }
+
+    // Where replies come from, old and new together.
+    for (addr, pod) in &next.pods {
+        if held.pods.get(addr) != Some(pod) {
+            write(&mut held, Write::Pod(*addr, *pod));
+        }
+    }
+    for (key, row) in &next.pod_ports {
+        let row = match now.pod_ports.get(key) {
+            Some(was) => with_former(row, was),
+            None => *row,
+        };
+        if held.pod_ports.get(key) != Some(&row) {
+            write(&mut held, Write::PodPort(*key, Box::new(row)));
+        }
+    }
+
+    // One version counter for all: a torn read of two services cannot end in equal versions.
+    for (key, service) in &next.services {
+        if !now
+            .services
+            .get(key)
+            .is_some_and(|was| same_service(was, service))
+        {
+            let version = held.version.wrapping_add(1);
+            let service = Service {
+                version,
+                version_tail: version,
+                ..*service
+            };
+            write(&mut held, Write::Service(*key, Box::new(service)));
+        }
+    }
+    for (addr, vip) in &next.vips {
+        if !now.vips.get(addr).is_some_and(|was| same_vip(was, vip)) {
+            write(&mut held, Write::Vip(*addr, Box::new(*vip)));
+        }
+    }
+
+    // Removal in reverse.
+    for addr in now.vips.keys().filter(|addr| !next.vips.contains_key(addr)) {
+        write(&mut held, Write::RemoveVip(*addr));
+    }
+    for key in now
+        .services
+        .keys()
+        .filter(|key| !next.services.contains_key(key))
+    {
+        write(&mut held, Write::RemoveService(*key));
+    }
+    for (backend, index) in next.backends.iter().zip(0..) {
+        if *backend != held.backends[usize::from(index)] {
+            write(&mut held, Write::Backend(index, *backend));
+        }
+    }
+    for key in now
+        .pod_ports
+        .keys()
+        .filter(|key| !next.pod_ports.contains_key(key))
+    {
+        write(&mut held, Write::RemovePodPort(*key));
+    }
+    for (key, row) in &next.pod_ports {
+        if held.pod_ports.get(key) != Some(row) {
+            write(&mut held, Write::PodPort(*key, Box::new(*row)));
+        }
+    }
+    for addr in now.pods.keys().filter(|addr| !next.pods.contains_key(addr)) {
+        write(&mut held, Write::RemovePod(*addr));
+    }
+    for (info, id) in next.port_info.iter().zip(0..) {
+        if *info != held.port_info[usize::from(id)] {
+            write(&mut held, Write::PortInfo(id, Box::new(*info)));
+        }
+    }
+    for (slot, uplink) in next.uplinks.iter().enumerate() {
+        if *uplink != held.uplinks[slot] {
+            write(&mut held, Write::Uplink(slot as u32, Box::new(*uplink)));
+        }
+    }
+    if next.control != held.control {
+        write(&mut held, Write::Control(Box::new(next.control)));
+    }
+    writes
+}
+
+/// `row` and as many of the VIP ports that it had before as fit: they are dropped last.
+fn with_former(row: &PodPort, was: &PodPort) -> PodPort {
+    let mut all = *row;
+    let former = was.vip_ports.iter().take(was.count as usize);
+    for vip_port in former {
+        let count = all.count as usize;
+        if all.vip_ports[..count].contains(vip_port) {
+            continue;
+        }
+        if let Some(place) = all.vip_ports.get_mut(count) {
+            *place = *vip_port;
+            all.count += 1;
+        }
+    }
+    all.vip_ports[..all.count as usize].sort_unstable();
+    all
+}

@@ -1,0 +1,329 @@
+//! The real object under `BPF_PROG_TEST_RUN`: a packet in, a packet, a verdict and map entries out.
+//! No interface, no pins: every engine has maps of its own.
+
+use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
+use std::sync::LazyLock;
+
+use anyhow::{Context, Result, bail};
+use aya::maps::{Array, HashMap, MapData, PerCpuArray};
+use aya::programs::{SchedClassifier, TestRun, TestRunOptions, Xdp};
+use aya::{Btf, Ebpf, EbpfLoader, Pod};
+use lb_common::layout::{
+    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Flow, FlowKey,
+    MAX_BACKENDS_PER_PORT, MAX_VIP_PORTS_PER_POD_PORT, PodPort, Service, ServiceKey, Traffic,
+    Uplink, Vip, backend_id, global, map,
+};
+use lb_common::{Verdict, choice};
+
+/// The kernel's type information, parsed once: it takes longer than everything else here.
+static BTF: LazyLock<Option<Btf>> = LazyLock::new(|| Btf::from_sys_fs().ok());
+
+/// What XDP programs return (`linux/bpf.h`, `enum xdp_action`).
+pub mod xdp {
+    /// `XDP_DROP`.
+    pub const DROP: u32 = 1;
+    /// `XDP_PASS`.
+    pub const PASS: u32 = 2;
+    /// `XDP_TX`.
+    pub const TX: u32 = 3;
+}
+
+/// What TC programs return (`linux/pkt_cls.h`).
+pub mod tc {
+    /// `TC_ACT_UNSPEC`, and `TCX_NEXT`.
+    pub const NEXT: u32 = u32::MAX;
+    /// `TC_ACT_SHOT`.
+    pub const SHOT: u32 = 2;
+    /// `TC_ACT_REDIRECT`.
+    pub const REDIRECT: u32 = 7;
+}
+
+/// The loaded object.
+pub struct Engine {
+    ebpf: Ebpf,
+}
+
+/// What became of a packet.
+#[derive(Debug)]
+pub struct Outcome {
+    /// What the program returned.
+    pub action: u32,
+    /// The frame after it.
+    pub frame: Vec<u8>,
+    /// The one verdict that was counted.
+    pub verdict: Verdict,
+}
+
+impl Engine {
+    /// Loads the object with room for `living` flows.
+    ///
+    /// # Errors
+    /// When the kernel refuses its maps.
+    pub fn load(living: u32) -> Result<Self> {
+        let ticks = rustix::time::clock_getres(rustix::time::ClockId::MonotonicCoarse).tv_nsec;
+        let ticks = u32::try_from(1_000_000_000 / ticks).context("clock resolution")?;
+        let mut loader = EbpfLoader::new();
+        loader
+            .btf(BTF.as_ref())
+            .override_global(global::UPLINK, &0_u32, true)
+            .override_global(global::TICKS_PER_SECOND, &ticks, true)
+            .map_max_entries(map::LIVING, living)
+            .map_max_entries(map::LIVING_REPLY, living)
+            .map_max_entries(map::YOUNG, 1024);
+        let ebpf = loader
+            .load(ironlb::OBJECT)
+            .context("cannot load the object")?;
+        Ok(Self { ebpf })
+    }
+
+    /// Runs a program once on a frame.
+    ///
+    /// # Errors
+    /// When the kernel refuses it (the verifier's log is in the error) or does not run it, or it did
+    /// not count exactly one verdict.
+    pub fn run(&mut self, name: &str, frame: &[u8]) -> Result<Outcome> {
+        let before = self.verdicts()?;
+        let mut out = vec![0; frame.len().max(256) + 256];
+        let mut options = TestRunOptions::new();
+        options.data_in = Some(frame);
+        options.data_out = Some(&mut out);
+        // Loaded when first run: the verifier takes its time.
+        let result = match self.ebpf.program_mut(name).context("no such program")? {
+            aya::programs::Program::Xdp(program) => {
+                if program.fd().is_err() {
+                    program
+                        .load()
+                        .with_context(|| format!("cannot load {name}"))?;
+                }
+                program.test_run(options)
+            }
+            aya::programs::Program::SchedClassifier(program) => {
+                if program.fd().is_err() {
+                    program
+                        .load()
+                        .with_context(|| format!("cannot load {name}"))?;
+                }
+                program.test_run(options)
+            }
+            _ => bail!("{name} is neither XDP nor TC"),
+        }
+        .with_context(|| format!("cannot run {name} on {} bytes", frame.len()))?;
+        out.truncate(result.data_size_out as usize);
+        let counted: Vec<_> = Verdict::ALL
+            .iter()
+            .zip(before.iter().zip(self.verdicts()?))
+            .filter(|(_, (before, after))| *before != after)
+            .collect();
+        let [(verdict, (before, after))] = counted[..] else {
+            bail!("{name} counted {counted:?}, not one verdict");
+        };
+        if after != before + 1 {
+            bail!("{name} counted {} times", after - before);
+        }
+        Ok(Outcome {
+            action: result.return_value,
+            frame: out,
+            verdict: *verdict,
+        })
+    }
+
+    fn verdicts(&self) -> Result<Vec<u64>> {
+        let counters = PerCpuArray::<_, u64>::try_from(self.map(map::VERDICTS)?)?;
+        Verdict::ALL
+            .iter()
+            .map(|verdict| Ok(counters.get(&(*verdict as u32), 0)?.iter().sum()))
+            .collect()
+    }
+
+    fn map(&self, name: &str) -> Result<&aya::maps::Map> {
+        self.ebpf
+            .map(name)
+            .with_context(|| format!("no map {name}"))
+    }
+
+    fn hash<K: Pod, V: Pod>(&mut self, name: &str) -> Result<HashMap<&mut MapData, K, V>> {
+        Ok(self
+            .ebpf
+            .map_mut(name)
+            .with_context(|| format!("no map {name}"))?
+            .try_into()?)
+    }
+
+    fn set<V: Pod>(&mut self, name: &str, index: u32, value: V) -> Result<()> {
+        let map = self
+            .ebpf
+            .map_mut(name)
+            .with_context(|| format!("no map {name}"))?;
+        Ok(Array::<_, V>::try_from(map)?.set(index, value, 0)?)
+    }
+
+    /// Describes an attachment.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn set_uplink(&mut self, slot: u32, uplink: Uplink) -> Result<()> {
+        self.set(map::UPLINKS, slot, uplink)
+    }
+
+    /// Describes a VIP.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn set_vip(&mut self, addr: Ipv4Addr, vip: Vip) -> Result<()> {
+        Ok(self
+            .hash::<Addr, Vip>(map::VIPS)?
+            .insert(Addr::from(addr), vip, 0)?)
+    }
+
+    /// Writes what the agent tells.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn set_control(&mut self, control: Control) -> Result<()> {
+        self.set(map::CONTROL, 0, control)
+    }
+
+    /// Writes a backend.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn set_backend(&mut self, index: u16, backend: Backend) -> Result<()> {
+        self.set(map::BACKENDS, u32::from(index), backend)
+    }
+
+    /// Writes a VIP port's value.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn set_service(&mut self, key: ServiceKey, service: Service) -> Result<()> {
+        Ok(self
+            .hash::<ServiceKey, Service>(map::SERVICES)?
+            .insert(key, service, 0)?)
+    }
+
+    /// Says which addresses are pods.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn set_pod(&mut self, pod: Ipv4Addr, flags: u32) -> Result<()> {
+        let pod_flags = lb_common::layout::Pod { flags };
+        Ok(self
+            .hash::<Addr, lb_common::layout::Pod>(map::PODS)?
+            .insert(Addr::from(pod), pod_flags, 0)?)
+    }
+
+    /// Configures VIP ports with live, eligible backends, and everything that hangs off them.
+    /// Backend indices are given in order, the generation is 1.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn serve(&mut self, ports: &[(Ipv4Addr, u16, &[(Ipv4Addr, u16)])]) -> Result<()> {
+        let mut index = 0;
+        let mut leads: BTreeMap<ServiceKey, Vec<ServiceKey>> = BTreeMap::new();
+        let mut control = Control {
+            refusals_per_second: 1000,
+            ..Control::default()
+        };
+        for (id, (vip, port, backends)) in ports.iter().enumerate() {
+            let vip_port = ServiceKey::new(Addr::from(*vip), *port);
+            let mut candidates = [Candidate::default(); MAX_BACKENDS_PER_PORT];
+            for (at, (pod, pod_port)) in backends.iter().enumerate() {
+                let addr = Addr::from(*pod);
+                let flags = BACKEND_ALIVE | BACKEND_ELIGIBLE;
+                let service = id as u16;
+                self.set_backend(
+                    index,
+                    Backend {
+                        addr,
+                        port: *pod_port,
+                        service,
+                        generation: 1,
+                        flags,
+                    },
+                )?;
+                let identity = choice::identity(&pod.to_string());
+                candidates[at] = Candidate {
+                    backend: backend_id(index, 1),
+                    identity,
+                };
+                leads
+                    .entry(ServiceKey::new(addr, *pod_port))
+                    .or_default()
+                    .push(vip_port);
+                control.pod_filter.insert(&addr);
+                self.set_pod(*pod, 0)?;
+                index += 1;
+            }
+            let service = Service {
+                version: 1,
+                id: id as u16,
+                flags: 0,
+                seed: choice::name_hash("metal3/ironic"),
+                count: backends.len() as u32,
+                pad: 0,
+                candidates,
+                pad_tail: 0,
+                version_tail: 1,
+            };
+            self.set_service(vip_port, service)?;
+        }
+        for (pod_port, vip_ports) in leads {
+            let nothing = ServiceKey::new(Addr::UNSPECIFIED, 0);
+            let mut value = PodPort {
+                count: vip_ports.len() as u32,
+                flags: 0,
+                vip_ports: [nothing; MAX_VIP_PORTS_PER_POD_PORT],
+            };
+            value.vip_ports[..vip_ports.len()].copy_from_slice(&vip_ports);
+            self.hash::<ServiceKey, PodPort>(map::POD_PORTS)?
+                .insert(pod_port, value, 0)?;
+        }
+        self.set_control(control)
+    }
+
+    /// The entry of a flow in one of the flow tables.
+    ///
+    /// # Errors
+    /// As any map look-up; that it is not there is `None`.
+    pub fn flow(&mut self, name: &str, key: &FlowKey) -> Result<Option<Flow>> {
+        match self.hash::<FlowKey, Flow>(name)?.get(key, 0) {
+            Ok(flow) => Ok(Some(flow)),
+            Err(aya::maps::MapError::KeyNotFound) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Writes an entry into a flow table.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn set_flow(&mut self, name: &str, key: &FlowKey, flow: Flow) -> Result<()> {
+        Ok(self.hash::<FlowKey, Flow>(name)?.insert(key, flow, 0)?)
+    }
+
+    /// Takes an entry out of a flow table.
+    ///
+    /// # Errors
+    /// When it is not there.
+    pub fn lose_flow(&mut self, name: &str, key: &FlowKey) -> Result<()> {
+        Ok(self.hash::<FlowKey, Flow>(name)?.remove(key)?)
+    }
+
+    /// Counters of a VIP port ([`map::PORT_STATS`]) or a backend ([`map::BACKEND_STATS`]), of all processors.
+    ///
+    /// # Errors
+    /// As any map look-up.
+    pub fn traffic(&self, name: &str, index: u32) -> Result<Traffic> {
+        let counters = PerCpuArray::<_, Traffic>::try_from(self.map(name)?)?;
+        let mut sum = Traffic::default();
+        for cpu in counters.get(&index, 0)?.iter() {
+            sum.packets_in += cpu.packets_in;
+            sum.bytes_in += cpu.bytes_in;
+            sum.packets_out += cpu.packets_out;
+            sum.bytes_out += cpu.bytes_out;
+            sum.flows += cpu.flows;
+        }
+        Ok(sum)
+    }
+}

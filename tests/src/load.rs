@@ -1,0 +1,124 @@
+//! Many short connections, fast: connect, one small exchange, close.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use socket2::{Domain, Socket, Type};
+
+use crate::namespace::Namespace;
+
+/// A load of short connections to a web server.
+#[derive(Clone, Debug)]
+pub struct Load {
+    /// Addresses that the connections come from in turn, each with every port from 10,000 on.
+    pub sources: Vec<Ipv4Addr>,
+    /// Where they go.
+    pub target: SocketAddrV4,
+    /// How many connections at most.
+    pub count: u32,
+    /// How long at most.
+    pub limit: Duration,
+    /// How many at a time.
+    pub threads: u32,
+}
+
+/// What came of a [`Load`].
+#[derive(Clone, Debug, Default)]
+pub struct LoadReport {
+    /// Connections that got their answer.
+    pub served: u32,
+    /// Connections that did not.
+    pub failed: u32,
+    /// Why the first of them failed.
+    pub first_failure: Option<String>,
+    /// How long it took.
+    pub elapsed: Duration,
+}
+
+impl Load {
+    /// Runs it from `namespace`.
+    ///
+    /// # Errors
+    /// When the namespace cannot be entered; failed connections are in the report.
+    pub fn run(&self, namespace: &Namespace) -> Result<LoadReport> {
+        let begin = Instant::now();
+        let next = AtomicU32::new(0);
+        let worker = || {
+            let mut report = LoadReport::default();
+            while begin.elapsed() < self.limit {
+                let number = next.fetch_add(1, Ordering::Relaxed);
+                if number >= self.count {
+                    break;
+                }
+                let source = self.source(number);
+                match exchange(source, self.target) {
+                    Ok(()) => report.served += 1,
+                    Err(error) => {
+                        report.failed += 1;
+                        report
+                            .first_failure
+                            .get_or_insert(format!("connection {number} from {source}: {error:#}"));
+                    }
+                }
+            }
+            report
+        };
+        let reports = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..self.threads)
+                .map(|_| scope.spawn(|| namespace.enter(worker)))
+                .collect();
+            threads
+                .into_iter()
+                .map(|thread| match thread.join() {
+                    Ok(report) => report,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                })
+                .collect::<Result<Vec<_>>>()
+        })?;
+        let mut all = LoadReport {
+            elapsed: begin.elapsed(),
+            ..LoadReport::default()
+        };
+        for report in reports {
+            all.served += report.served;
+            all.failed += report.failed;
+            all.first_failure = all.first_failure.or(report.first_failure);
+        }
+        Ok(all)
+    }
+}
+
+impl Load {
+    /// Where connection `number` comes from: no pair is used twice in the first 50,000 rounds.
+    fn source(&self, number: u32) -> SocketAddrV4 {
+        let sources = self.sources.len() as u32;
+        let port = 10_000 + (number / sources % 50_000) as u16;
+        SocketAddrV4::new(self.sources[(number % sources) as usize], port)
+    }
+}
+
+/// One connection that ends as most do: the server closes after its answer, then the client.
+fn exchange(source: SocketAddrV4, target: SocketAddrV4) -> Result<()> {
+    let limit = Duration::from_secs(10);
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).context("socket")?;
+    socket.set_reuse_address(true)?;
+    socket.bind(&source.into()).context("bind")?;
+    socket.set_read_timeout(Some(limit))?;
+    socket
+        .connect_timeout(&target.into(), limit)
+        .context("connect")?;
+    (&socket)
+        .write_all(b"GET / HTTP/1.0\r\n\r\n")
+        .context("send")?;
+    let mut answer = Vec::new();
+    (&socket).read_to_end(&mut answer).context("receive")?;
+    anyhow::ensure!(
+        answer.starts_with(b"HTTP/1.1 200"),
+        "answer is {:?}",
+        String::from_utf8_lossy(&answer)
+    );
+    Ok(())
+}

@@ -1,0 +1,189 @@
+//! Programs of others on the same interface: never displaced, never cut off.
+
+use std::time::Duration;
+
+use aya::Ebpf;
+use aya::programs::tc::{NlOptions, TcAttachOptions};
+use aya::programs::{LinkOrder, SchedClassifier, TcAttachType, Xdp, XdpMode};
+use ironlb_tests::{API_PORT, Agent, Namespace, VIP, wait_until};
+use object::write::{Object, Symbol, SymbolSection};
+use object::{
+    Architecture, BinaryFormat, Endianness, SectionKind, SymbolFlags, SymbolKind, SymbolScope,
+};
+
+use crate::scene::{Mode, Scene, assert_silent, get, in_both_modes};
+
+in_both_modes!(tc_programs_and_filters_behind_ours_stay_effective);
+
+/// An eBPF instruction: operation, destination, source, offset, immediate.
+type Instruction = (u8, u8, u8, i16, i32);
+
+/// Loads a program named `foreign` from its instructions.
+fn load(section: &str, instructions: &[Instruction]) -> Ebpf {
+    let mut object = Object::new(BinaryFormat::Elf, Architecture::Bpf, Endianness::Little);
+    let code: Vec<u8> = instructions
+        .iter()
+        .flat_map(|(operation, destination, source, offset, immediate)| {
+            let mut bytes = [0; 8];
+            bytes[0] = *operation;
+            bytes[1] = source << 4 | destination;
+            bytes[2..4].copy_from_slice(&offset.to_le_bytes());
+            bytes[4..].copy_from_slice(&immediate.to_le_bytes());
+            bytes
+        })
+        .collect();
+    let text = object.add_section(Vec::new(), section.into(), SectionKind::Text);
+    object.append_section_data(text, &code, 8);
+    object.add_symbol(Symbol {
+        name: b"foreign".to_vec(),
+        value: 0,
+        size: code.len() as u64,
+        kind: SymbolKind::Text,
+        scope: SymbolScope::Dynamic,
+        weak: false,
+        section: SymbolSection::Section(text),
+        flags: SymbolFlags::None,
+    });
+    let license = object.add_section(Vec::new(), b"license".to_vec(), SectionKind::ReadOnlyData);
+    object.append_section_data(license, b"GPL\0", 1);
+    Ebpf::load(&object.write().expect("ELF")).expect("foreign program")
+}
+
+const EXIT: Instruction = (0x95, 0, 0, 0, 0);
+
+/// `r0 = value`.
+const fn set_result(value: i32) -> Instruction {
+    (0xb7, 0, 0, 0, value)
+}
+
+const TCX_NEXT: i32 = -1;
+const TC_SHOT: i32 = 2;
+
+/// A TC program that drops IPv4 packets with `word` in network order `at` bytes into the frame,
+/// and leaves all else to whoever comes next.
+fn dropper(at: i16, word: [u8; 4]) -> Ebpf {
+    // Offsets of data and data_end in struct __sk_buff, linux/bpf.h.
+    let (data, data_end) = (76, 80);
+    load(
+        "classifier",
+        &[
+            (0x61, 2, 1, data, 0),     // r2 = skb->data
+            (0x61, 3, 1, data_end, 0), // r3 = skb->data_end
+            set_result(TCX_NEXT),
+            (0xbf, 4, 2, 0, 0),                        // r4 = r2
+            (0x07, 4, 0, 0, i32::from(at) + 4),        // r4 += at + 4
+            (0x2d, 4, 3, 3, 0),                        // if r4 > r3 goto exit
+            (0x61, 5, 2, at, 0),                       // r5 = *(u32 *)(r2 + at)
+            (0x56, 5, 0, 1, i32::from_ne_bytes(word)), // if w5 != word goto exit
+            set_result(TC_SHOT),
+            EXIT,
+        ],
+    )
+}
+
+/// Offsets of the addresses in an untagged Ethernet frame.
+const SOURCE: i16 = 26;
+const DESTINATION: i16 = 30;
+
+fn attach_tc(namespace: &Namespace, program: &mut Ebpf, hook: TcAttachType, how: TcAttachOptions) {
+    let program: &mut SchedClassifier = program
+        .program_mut("foreign")
+        .expect("program")
+        .try_into()
+        .expect("classifier");
+    program.load().expect("load");
+    let attached = namespace.enter(|| {
+        if matches!(how, TcAttachOptions::Netlink(_)) {
+            // Another filter may have brought the qdisc.
+            let _ = aya::programs::tc::qdisc_add_clsact("eth1");
+        }
+        program.attach_with_options("eth1", hook, how)
+    });
+    attached.expect("namespace").expect("attach");
+}
+
+fn tc_programs_and_filters_behind_ours_stay_effective(mode: Mode) {
+    let scene = Scene::new(mode);
+    let node = &scene.node().namespace;
+    let [open, tcx, clsact] = &scene.node().pods[..] else {
+        panic!("three pods expected");
+    };
+    let client = &scene.host().namespace;
+    let own = |pod: &ironlb_tests::Pod| get(client, VIP, pod.instance_port(), &pod.own_path());
+    for pod in &scene.node().pods {
+        own(pod).expect("nobody interferes yet");
+    }
+
+    // They see the packet behind us: it has the pod's address already, and still reaches them.
+    let mut behind = dropper(DESTINATION, tcx.address.octets());
+    let order = TcAttachOptions::TcxOrder(LinkOrder::last());
+    attach_tc(node, &mut behind, TcAttachType::Ingress, order);
+    let mut filter = dropper(DESTINATION, clsact.address.octets());
+    let netlink = || TcAttachOptions::Netlink(NlOptions::default());
+    attach_tc(node, &mut filter, TcAttachType::Ingress, netlink());
+    own(open).expect("nobody drops it");
+    assert_silent(client, VIP, tcx.instance_port());
+    assert_silent(client, VIP, clsact.instance_port());
+    drop((behind, filter));
+
+    // On the way out they see the VIP as source.
+    own(tcx).expect("the TCX program is gone");
+    let mut behind = dropper(SOURCE, VIP.octets());
+    let order = TcAttachOptions::TcxOrder(LinkOrder::last());
+    attach_tc(node, &mut behind, TcAttachType::Egress, order);
+    assert_silent(client, VIP, open.instance_port());
+    drop(behind);
+    own(open).expect("the TCX program is gone");
+    let mut filter = dropper(SOURCE, VIP.octets());
+    attach_tc(node, &mut filter, TcAttachType::Egress, netlink());
+    assert_silent(client, VIP, open.instance_port());
+    drop(filter);
+    own(open).expect("the filter is gone");
+}
+
+#[test]
+fn a_foreign_xdp_program_is_named_and_stays() {
+    let lab = Mode::Native.builder().build().expect("laboratory");
+    let node = &lab.nodes[0];
+    const XDP_PASS: i32 = 2;
+    let mut foreign = load("xdp", &[set_result(XDP_PASS), EXIT]);
+    let program: &mut Xdp = foreign
+        .program_mut("foreign")
+        .expect("program")
+        .try_into()
+        .expect("xdp");
+    program.load().expect("load");
+    let attached = node
+        .namespace
+        .enter(|| program.attach("eth1", XdpMode::Driver));
+    attached.expect("namespace").expect("attach");
+    let on_the_interface = || {
+        let shown = node
+            .namespace
+            .exec(["ip", "-j", "link", "show", "dev", "eth1"]);
+        let shown: serde_json::Value = serde_json::from_str(&shown.expect("ip")).expect("JSON");
+        shown[0]["xdp"]["prog"]["id"].clone()
+    };
+    let id = on_the_interface();
+    assert!(id.is_u64(), "the foreign program is not attached");
+
+    node.write_config(&lab.config("native"))
+        .expect("configuration");
+    let mut native = Agent::spawn(node).expect("agent");
+    wait_until("native gives up", Duration::from_secs(10), || {
+        Ok(!native.process.running()?)
+    })
+    .expect("refusal");
+    assert!(!native.process.wait().expect("status").success());
+    let said = native.process.log().expect("log");
+    assert!(
+        said.contains("foreign") && said.contains(&id.to_string()),
+        "{said}"
+    );
+    assert_eq!(on_the_interface(), id);
+
+    let auto = Agent::start(node, &lab.config("auto")).expect("auto serves by TC");
+    get(&lab.hosts[0].namespace, VIP, API_PORT, "/").expect("answer");
+    assert_eq!(on_the_interface(), id);
+    drop(auto);
+}

@@ -1,0 +1,94 @@
+//! What is the node's own stays the node's: its address, and what a VIP passes to it.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener, UdpSocket};
+use std::time::Duration;
+
+use ironlb_tests::{API_PORT, VIP};
+use lb_common::verdict::Verdict;
+use serde_json::json;
+
+use crate::scene::{Mode, Scene, connect, get, in_both_modes};
+
+in_both_modes!(
+    the_nodes_own_address_is_untouched,
+    listed_protocols_of_the_vip_reach_the_host_and_others_do_not,
+);
+
+fn the_nodes_own_address_is_untouched(mode: Mode) {
+    let scene = Scene::new(mode);
+    let (host, node) = (scene.host(), scene.node());
+    let ping = [
+        "ping",
+        "-c",
+        "2",
+        "-i",
+        "0.2",
+        "-W",
+        "1",
+        &node.address.to_string(),
+    ];
+    host.namespace.exec(ping).expect("ping");
+    // The same port as on the VIP, and one like ssh's.
+    for port in [API_PORT, 22] {
+        let server = node
+            .namespace
+            .enter(|| TcpListener::bind((node.address, port)));
+        let server = server.expect("namespace").expect("bind");
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let (mut client, _) = server.accept().expect("accept");
+                client.write_all(b"SSH-2.0").expect("write");
+            });
+            let client = connect(&host.namespace, node.address, port, Duration::from_secs(2));
+            let mut client = client.expect("connect");
+            client
+                .set_read_timeout(Some(Duration::from_secs(2)))
+                .expect("timeout");
+            let mut banner = String::new();
+            client.read_to_string(&mut banner).expect("read");
+            assert_eq!(banner, "SSH-2.0");
+        });
+    }
+    // Hosts among themselves.
+    let other = scene.lab.hosts[1].address.to_string();
+    let ping = ["ping", "-c", "1", "-W", "1", &other];
+    host.namespace.exec(ping).expect("ping");
+}
+
+fn listed_protocols_of_the_vip_reach_the_host_and_others_do_not(mode: Mode) {
+    let scene = Scene::with(mode, mode.builder(), |config| {
+        config["vips"][0]["pass"] = json!(["udp/5050"]);
+    });
+    let (host, node) = (scene.host(), scene.node());
+    let add = format!("addr add {VIP}/32 dev lo");
+    node.namespace.ip(&add).expect("address");
+    let echoes = |port: u16| {
+        let server = node.namespace.enter(|| UdpSocket::bind((VIP, port)));
+        let server = server.expect("namespace").expect("bind");
+        let client = host
+            .namespace
+            .enter(|| UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)));
+        let client = client.expect("namespace").expect("bind");
+        let limit = Some(Duration::from_millis(500));
+        server.set_read_timeout(limit).expect("timeout");
+        client.set_read_timeout(limit).expect("timeout");
+        client.send_to(b"inspect", (VIP, port)).expect("send");
+        let mut packet = [0; 16];
+        let Ok((length, asker)) = server.recv_from(&mut packet) else {
+            return false;
+        };
+        server.send_to(&packet[..length], asker).expect("answer");
+        let (_, sender) = client.recv_from(&mut packet).expect("answer");
+        assert_eq!(sender, (VIP, port).into());
+        true
+    };
+    let passed = scene.count(Verdict::PassedListed);
+    assert!(echoes(5050), "`pass` lists it");
+    assert_eq!(scene.count(Verdict::PassedListed), passed + 1);
+    let dropped = scene.count(Verdict::DroppedProtocol);
+    assert!(!echoes(5051), "`pass` does not list it");
+    assert_eq!(scene.count(Verdict::DroppedProtocol), dropped + 1);
+    // TCP of the VIP is ours as before.
+    get(&host.namespace, VIP, API_PORT, "/").expect("answer");
+}

@@ -1,0 +1,47 @@
+//! One agent per pin root, and an end that leaves nothing.
+
+use std::time::Duration;
+
+use ironlb_tests::{API_PORT, Agent, KernelObjects, VIP, wait_until};
+
+use crate::scene::{Mode, Scene, get, in_both_modes};
+
+in_both_modes!(a_second_agent_is_refused_and_unload_leaves_nothing);
+
+fn a_second_agent_is_refused_and_unload_leaves_nothing(mode: Mode) {
+    let mut scene = Scene::new(mode);
+    let mut second = Agent::spawn(scene.node()).expect("second agent");
+    wait_until("the second agent gives up", Duration::from_secs(10), || {
+        Ok(!second.process.running()?)
+    })
+    .expect("refusal");
+    assert!(!second.process.wait().expect("status").success());
+    let said = second.process.log().expect("log");
+    let first = scene.agent.process.pid().to_string();
+    assert!(
+        said.contains(&first),
+        "the owner's pid {first} is not named: {said}"
+    );
+    get(&scene.host().namespace, VIP, API_PORT, "/").expect("the first agent's state serves");
+
+    let objects = scene.maps().kernel_objects().expect("objects");
+    assert_eq!(objects.left(), objects);
+    assert!(!objects.links.is_empty());
+    scene.agent.process.kill().expect("kill");
+    get(&scene.host().namespace, VIP, API_PORT, "/").expect("it serves without an agent");
+
+    scene.node().ironlb(&["unload"]).expect("unload");
+    let bpffs = &scene.node().bpffs;
+    let pins = std::fs::read_dir(bpffs).map_or(0, Iterator::count);
+    assert_eq!(pins, 0, "pins are left in {}", bpffs.display());
+    // The kernel frees programs and maps a moment after the last reference.
+    let left = || objects.left();
+    wait_until("the kernel has freed all", Duration::from_secs(5), || {
+        Ok(left() == KernelObjects::default())
+    })
+    .unwrap_or_else(|error| panic!("{error}: {:?}", left()));
+    scene
+        .node()
+        .ironlb(&["unload"])
+        .expect("unload once more is no error");
+}

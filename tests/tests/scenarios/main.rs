@@ -1,0 +1,15 @@
+//! Scenarios with real clients and servers, named for what a user would notice. A file per concern;
+//! most run twice: `native` with complete checksums on the wire, `tc` with every offload on.
+
+mod announce;
+mod bridge;
+mod bypass;
+mod download;
+mod foreign;
+mod host;
+mod laboratory;
+mod lifecycle;
+mod lost_reply;
+mod many;
+mod scene;
+mod serving;

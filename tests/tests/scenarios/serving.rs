@@ -1,0 +1,106 @@
+//! Who serves which port of the VIP, and what happens to the ports that nobody serves.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::time::{Duration, Instant};
+
+use ironlb_tests::{API_PORT, RPC_PORT, VIP};
+use lb_common::verdict::Verdict;
+
+use crate::scene::{Mode, Scene, connect, get, in_both_modes};
+
+in_both_modes!(
+    connections_spread_over_all_pods_and_show_the_clients_address,
+    an_instance_port_reaches_its_instance_and_never_another,
+    ports_that_nobody_serves_are_refused_at_once,
+);
+
+fn connections_spread_over_all_pods_and_show_the_clients_address(mode: Mode) {
+    let scene = Scene::new(mode);
+    let mut answers = BTreeMap::<String, u32>::new();
+    for client in [scene.host(), &scene.lab.bmc] {
+        for _ in 0..60 {
+            let answer = get(&client.namespace, VIP, API_PORT, "/v1").expect("answer");
+            let answer: serde_json::Value = serde_json::from_str(&answer).expect("JSON");
+            assert_eq!(answer["client"], client.address.to_string());
+            let instance = answer["instance"].as_str().expect("instance");
+            *answers.entry(instance.to_owned()).or_default() += 1;
+        }
+    }
+    // 120 fair choices among three: below 20 is more than four sigma away from 40.
+    assert_eq!(answers.len(), 3, "{answers:?}");
+    assert!(answers.values().all(|hits| *hits >= 20), "{answers:?}");
+}
+
+fn an_instance_port_reaches_its_instance_and_never_another(mode: Mode) {
+    let scene = Scene::new(mode);
+    for pod in &scene.node().pods {
+        // A connection each, from ports that the kernel picks.
+        let url = format!(
+            "http://{VIP}:{}{}?[1-100]",
+            pod.instance_port(),
+            pod.own_path()
+        );
+        let words = [
+            "curl",
+            "-sS",
+            "-I",
+            "-o",
+            "/dev/null",
+            "--max-time",
+            "30",
+            "-H",
+            "Connection: close",
+            "-w",
+            "%{http_code} %{num_connects}\n",
+            &url,
+        ];
+        let codes = scene.host().namespace.exec(words).expect("curl");
+        let right = codes.lines().filter(|line| *line == "200 1").count();
+        assert_eq!(right, 100, "{}: {codes}", pod.instance);
+    }
+    // The same client port to two VIP ports is two flows; both lead where they should.
+    let local = ["--local-port", "33333"];
+    for pod in &scene.node().pods {
+        let url = format!("http://{VIP}:{}{}", pod.instance_port(), pod.own_path());
+        let words = ["curl", "-sS", "-f", "--max-time", "3", &url];
+        let answer = scene.host().namespace.exec(words.iter().chain(&local));
+        let expected = format!("boot image of {}\n", pod.instance);
+        assert_eq!(answer.expect("answer"), expected);
+    }
+}
+
+fn ports_that_nobody_serves_are_refused_at_once(mode: Mode) {
+    let scene = Scene::new(mode);
+    // An address resolution would count as delay.
+    get(&scene.host().namespace, VIP, API_PORT, "/").expect("the VIP is there");
+    let refused = |port: u16| {
+        // The best of five: the machine may be busy with other tests.
+        let delay = (0..5).map(|_| {
+            let begin = Instant::now();
+            let limit = Duration::from_secs(2);
+            let error =
+                connect(&scene.host().namespace, VIP, port, limit).expect_err("nobody serves it");
+            assert_eq!(
+                error.kind(),
+                io::ErrorKind::ConnectionRefused,
+                "port {port}: {error}"
+            );
+            begin.elapsed()
+        });
+        let delay = delay.min().expect("five");
+        assert!(
+            delay < Duration::from_millis(5),
+            "port {port} was refused after {delay:?}"
+        );
+    };
+    let (service, backend) = (Verdict::RefusedNoService, Verdict::RefusedNoBackend);
+    let before = [scene.count(service), scene.count(backend)];
+    // JSON-RPC listens in every pod; ssh listens nowhere.
+    refused(RPC_PORT);
+    refused(22);
+    // An instance port without an instance.
+    refused(6203);
+    let after = [scene.count(service), scene.count(backend)];
+    assert_eq!(after, [before[0] + 10, before[1] + 5]);
+}

@@ -1,0 +1,156 @@
+//! Every test of the workspace: the quick ones first, then those that need the laboratory.
+
+use std::io::{BufRead as _, BufReader};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::exec::{command, elapsed, exec, stage};
+use crate::setup;
+
+/// Selects all crates; lb-ebpf is built for another target, by lb-userspace's build script.
+const WORKSPACE: &[&str] = &["--workspace", "--exclude", "lb-ebpf"];
+
+/// Options of `cargo xtask test`.
+#[derive(clap::Args, Default)]
+pub struct Options {
+    /// Run only tests whose name contains this.
+    filter: Option<String>,
+}
+
+/// Runs the tests.
+///
+/// # Errors
+/// When one fails; the last lines name those that did.
+pub fn run(Options { filter }: Options) -> Result<()> {
+    setup::ensure()?;
+    // One selection of crates for all suites: another would build dependencies with other features once more.
+    stage("build the tests", "programs, agent, laboratory", || {
+        exec(command("cargo").args(["test", "--no-run"]).args(WORKSPACE))
+    })?;
+    let suites: &[(&str, &[&str])] = &[
+        ("unit tests", &["--lib", "--bins"]),
+        ("integration and scenario tests", &["--test", "*"]),
+        ("documentation tests", &["--doc"]),
+    ];
+    let started = Instant::now();
+    let mut results = Vec::new();
+    for (name, selection) in suites {
+        eprintln!("==> {name}");
+        let suite = suite(selection, filter.as_deref())?;
+        results.push((*name, suite));
+    }
+
+    eprintln!("\n==> summary");
+    for (name, suite) in &results {
+        eprintln!(
+            "    {name}: {} passed, {} failed, {} ignored, {}",
+            suite.passed,
+            suite.failed,
+            suite.ignored,
+            elapsed(suite.took)
+        );
+        for test in &suite.failures {
+            eprintln!("        FAILED {test}");
+        }
+    }
+    let broken: Vec<_> = results
+        .iter()
+        .filter(|(_, suite)| !suite.success)
+        .map(|(name, _)| *name)
+        .collect();
+    if !broken.is_empty() {
+        bail!("failed: {}", broken.join(", "));
+    }
+    if results.iter().all(|(_, suite)| suite.passed == 0) {
+        bail!(
+            "no test ran: none is named like `{}`",
+            filter.unwrap_or_default()
+        );
+    }
+    eprintln!("    all passed in {}", elapsed(started.elapsed()));
+    Ok(())
+}
+
+/// What `cargo test` said about one selection of tests.
+#[derive(Default)]
+struct Suite {
+    success: bool,
+    passed: u32,
+    failed: u32,
+    ignored: u32,
+    failures: Vec<String>,
+    took: Duration,
+}
+
+/// Runs a selection of tests, shows their output and counts results.
+fn suite(selection: &[&str], filter: Option<&str>) -> Result<Suite> {
+    let started = Instant::now();
+    let mut cargo = command("cargo");
+    cargo
+        .args(["test", "--no-fail-fast"])
+        .args(WORKSPACE)
+        .args(selection)
+        .args(filter)
+        .stdout(Stdio::piped());
+    let mut child = cargo.spawn().with_context(|| format!("start {cargo:?}"))?;
+    let stdout = child.stdout.take().context("cargo test has no stdout")?;
+    let mut suite = Suite::default();
+    for line in BufReader::new(stdout).lines() {
+        let line = line.context("read what cargo test says")?;
+        println!("{line}");
+        suite.read(&line);
+    }
+    let status = child
+        .wait()
+        .with_context(|| format!("wait for {cargo:?}"))?;
+    suite.success = status.success();
+    suite.took = started.elapsed();
+    Ok(suite)
+}
+
+impl Suite {
+    /// Takes a line of libtest's output into account.
+    fn read(&mut self, line: &str) {
+        if let Some(test) = line
+            .strip_prefix("test ")
+            .and_then(|rest| rest.strip_suffix(" ... FAILED"))
+        {
+            self.failures.push(test.to_owned());
+        }
+        let Some(result) = line.strip_prefix("test result: ") else {
+            return;
+        };
+        // "ok. 3 passed; 0 failed; 1 ignored; …"
+        let counts = result.split_once(". ").map_or("", |(_, counts)| counts);
+        for part in counts.split("; ") {
+            match part.split_once(' ') {
+                Some((count, "passed")) => self.passed += count.parse().unwrap_or(0),
+                Some((count, "failed")) => self.failed += count.parse().unwrap_or(0),
+                Some((count, "ignored")) => self.ignored += count.parse().unwrap_or(0),
+                _ => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_of_several_binaries_add_up() {
+        let mut suite = Suite::default();
+        for line in [
+            "test choice::even ... ok",
+            "test rewrite::odd_length ... FAILED",
+            "test result: FAILED. 1 passed; 1 failed; 2 ignored; 0 measured; 0 filtered out; finished in 0.01s",
+            "test result: ok. 7 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.10s",
+        ] {
+            suite.read(line);
+        }
+        assert_eq!((suite.passed, suite.failed, suite.ignored), (8, 1, 2));
+        assert_eq!(suite.failures, ["rewrite::odd_length"]);
+    }
+}
