@@ -129,7 +129,11 @@ fn row(flow: &FlowView) -> [String; 10] {
         ago(flow.age_seconds),
         ago(flow.idle_seconds),
         bytes(flow.bytes_in),
-        bytes(flow.bytes_out),
+        match flow.state {
+            FlowState::Living => bytes(flow.bytes_out),
+            // Replies are counted with the entry that only a living flow has.
+            FlowState::Young | FlowState::Closing | FlowState::Refused => "-".to_owned(),
+        },
         flow.interface.clone(),
     ]
 }

@@ -126,6 +126,9 @@ fn table<const N: usize>(header: &[&str; N], rows: impl Iterator<Item = [String;
     let mut table = Table::new();
     table.load_style(NOTHING).set_header(*header);
     table.add_rows(rows);
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
     table.trim_fmt()
 }
 

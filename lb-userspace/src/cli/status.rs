@@ -125,7 +125,7 @@ fn describe_agent(agent: &ControlView, flows: &Flows) -> String {
         lines.push("agent    does not run; the data plane serves what it wrote last".to_owned());
     }
     if let Some(seconds) = agent.synced_seconds {
-        lines.push(format!("written  {} ago", ago(seconds)));
+        lines.push(format!("tables   written {} ago", ago(seconds)));
     }
     lines.push(format!(
         "flows    {} living of {}{}, {} young and {} closing of {}, {} refused",
