@@ -112,6 +112,10 @@ pub struct ArpPacket {
     pub target: [u16; 2],
 }
 
+/// Bytes that a frame must have for the engine to look at TCP: Ethernet, IPv4 and TCP without options.
+pub const HEADERS: usize =
+    size_of::<EthernetHeader>() + size_of::<Ipv4Header>() + size_of::<TcpHeader>();
+
 /// EtherTypes, host order (IEEE 802 numbers, IANA).
 pub mod ethertype {
     /// IPv4.
@@ -143,6 +147,8 @@ pub const TCP_ACK: u8 = 16;
 
 /// More-fragments flag and fragment offset of [`Ipv4Header::fragment`], host order: non-zero in every fragment.
 const FRAGMENT_MASK: u16 = 0x3fff;
+/// Fragment offset of [`Ipv4Header::fragment`], host order.
+const FRAGMENT_OFFSET_MASK: u16 = 0x1fff;
 /// Don't-fragment flag, host order.
 const DONT_FRAGMENT: u16 = 0x4000;
 /// The VLAN of a tag's control information; 0 means a priority tag (IEEE 802.1Q clause 9.6).
@@ -219,6 +225,8 @@ pub struct Ipv4 {
     pub protocol: u8,
     /// Whether this is a fragment (the first one too).
     pub fragment: bool,
+    /// Whether this is a fragment without the transport header.
+    pub later_fragment: bool,
     /// Whether version and lengths make sense.
     pub well_formed: bool,
 }
@@ -230,6 +238,7 @@ pub fn ipv4(frame: &impl Frame, offset: usize) -> Option<Ipv4> {
     let version_length = field!(header, version_length);
     let header_length = usize::from(version_length & 0xf) * 4;
     let total_length = u16::from_be(field!(header, total_length));
+    let fragment = u16::from_be(field!(header, fragment));
     Some(Ipv4 {
         offset,
         transport: offset + header_length,
@@ -237,7 +246,8 @@ pub fn ipv4(frame: &impl Frame, offset: usize) -> Option<Ipv4> {
         source: field!(header, source),
         destination: field!(header, destination),
         protocol: field!(header, protocol),
-        fragment: u16::from_be(field!(header, fragment)) & FRAGMENT_MASK != 0,
+        fragment: fragment & FRAGMENT_MASK != 0,
+        later_fragment: fragment & FRAGMENT_OFFSET_MASK != 0,
         well_formed: version_length >> 4 == 4
             && header_length >= size_of::<Ipv4Header>()
             && usize::from(total_length) >= header_length,

@@ -22,9 +22,6 @@ use crate::{
     neighbor, refuse,
 };
 
-/// Longest run of headers that the engine looks at: Ethernet with two tags, IPv4 and TCP with options.
-const HEADERS: usize = 14 + 8 + 60 + 20;
-
 /// Takes a frame through the forward path.
 #[inline(always)]
 pub fn forward<H: Hook>(hook: &mut H) -> Verdict {
@@ -34,7 +31,7 @@ pub fn forward<H: Hook>(hook: &mut H) -> Verdict {
     if uplink.flags & UPLINK_FORWARD == 0 {
         return Verdict::Passed;
     }
-    hook.pull(HEADERS);
+    hook.pull(packet::HEADERS);
     let Some(ethernet) = hook.at::<EthernetHeader>(0) else {
         return Verdict::Passed;
     };
@@ -84,6 +81,7 @@ fn to_vip<H: Hook>(hook: &mut H, ip: &Ipv4, group: bool) -> Option<Verdict> {
         let vip = vip(&vip_addr)?;
         return Some(not_tcp(hook, ip, &vip, group));
     }
+    hook.pull(ip.transport + size_of::<TcpHeader>());
     let Some(tcp) = packet::tcp(hook, ip) else {
         vip(&vip_addr)?;
         return Some(Verdict::DroppedMalformed);
@@ -399,6 +397,8 @@ fn direct<H: Hook>(hook: &H, uplink: &Uplink, ip: &Ipv4) -> Verdict {
     }
     let drop = uplink.flags & UPLINK_BYPASS_DROP != 0;
     match ip.protocol {
+        // TCP does not fragment by itself: a SYN in pieces is an attempt to slip through.
+        protocol::TCP if drop && ip.fragment => Verdict::DroppedBypass,
         protocol::TCP => {
             let Some(tcp) = hook.at::<TcpHeader>(ip.transport) else {
                 return if drop {
@@ -427,7 +427,8 @@ fn direct<H: Hook>(hook: &H, uplink: &Uplink, ip: &Ipv4) -> Verdict {
             }
             Verdict::Passed
         }
-        protocol::UDP if drop => {
+        // A later fragment is of no use to anybody without the first.
+        protocol::UDP if drop && !ip.later_fragment => {
             let Some(udp) = hook.at::<UdpHeader>(ip.transport) else {
                 return Verdict::DroppedBypass;
             };

@@ -20,13 +20,10 @@ use crate::{
     },
 };
 
-/// Longest run of headers that the reply path looks at.
-const HEADERS: usize = 14 + 8 + 60 + 20;
-
 /// Takes a frame through the reply path.
 #[inline(always)]
 pub fn reply(hook: &mut Tc) -> Verdict {
-    hook.pull(HEADERS);
+    hook.pull(packet::HEADERS);
     let Some(link) = packet::link(hook) else {
         return Verdict::Passed;
     };
@@ -42,6 +39,7 @@ pub fn reply(hook: &mut Tc) -> Verdict {
     if !control.pod_filter.may_contain(ip.source) || ip.protocol != protocol::TCP || ip.fragment {
         return Verdict::Passed;
     }
+    hook.pull(ip.transport + size_of::<packet::TcpHeader>());
     let Some(tcp) = packet::tcp(hook, &ip) else {
         return Verdict::Passed;
     };

@@ -31,6 +31,8 @@ impl Capture {
             [
                 "tcpdump".as_ref(),
                 "-n".as_ref(),
+                // What waits in a ring buffer is lost at the end.
+                "--immediate-mode".as_ref(),
                 "-U".as_ref(),
                 "-Zroot".as_ref(),
                 "-i".as_ref(),

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use anyhow::{Context, Result, bail};
 use aya::maps::{Array, HashMap, MapData, PerCpuArray};
-use aya::programs::{SchedClassifier, TestRun, TestRunOptions, Xdp};
+use aya::programs::{TestRun, TestRunOptions};
 use aya::{Btf, Ebpf, EbpfLoader, Pod};
 use lb_common::layout::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Flow, FlowKey,

@@ -232,8 +232,9 @@ impl Node {
         cabling.plug(&namespace, UPLINK, &name)?;
         let address = Ipv4Addr::new(172, 22, 0, 11 + number);
         let uplink = if bridged {
+            // With a MAC that is not the port's: frames for the node carry the bridge's.
             namespace.ip(&format!(
-                "link add {NODE_BRIDGE} type bridge mcast_snooping 0\n\
+                "link add {NODE_BRIDGE} address 02:00:00:00:ee:{number:02x} type bridge mcast_snooping 0\n\
                  link set {UPLINK} master {NODE_BRIDGE}\n\
                  link set {NODE_BRIDGE} up"
             ))?;

@@ -1089,6 +1089,9 @@ fn no_attempt_reaches_a_pod_around_the_vip() {
             &udp((POD0, 161), 40_000),
             Verdict::DroppedBypass,
         );
+        let mut in_pieces = attempt.clone();
+        in_pieces[20..22].copy_from_slice(&[0x20, 0]);
+        untouched(&mut engine, name, &in_pieces, Verdict::DroppedBypass);
         // Answers to what the pod itself asked.
         let answer = tcp((CLIENT, 9999), (POD0, 50_000), TCP_SYN | TCP_ACK, b"");
         untouched(&mut engine, name, &answer, Verdict::Passed);

@@ -85,8 +85,27 @@ fn dropper(at: i16, word: [u8; 4]) -> Ebpf {
 const SOURCE: i16 = 26;
 const DESTINATION: i16 = 30;
 
-fn attach_tc(namespace: &Namespace, program: &mut Ebpf, hook: TcAttachType, how: TcAttachOptions) {
-    let program: &mut SchedClassifier = program
+/// A foreign program at work in a namespace.
+struct Attached<'a> {
+    namespace: &'a Namespace,
+    program: Option<Ebpf>,
+}
+
+impl Drop for Attached<'_> {
+    fn drop(&mut self) {
+        // A filter is taken away by interface index, which means something else elsewhere.
+        let program = self.program.take();
+        let _ = self.namespace.enter(|| drop(program));
+    }
+}
+
+fn attach_tc(
+    namespace: &Namespace,
+    mut foreign: Ebpf,
+    hook: TcAttachType,
+    how: TcAttachOptions,
+) -> Attached<'_> {
+    let program: &mut SchedClassifier = foreign
         .program_mut("foreign")
         .expect("program")
         .try_into()
@@ -100,6 +119,10 @@ fn attach_tc(namespace: &Namespace, program: &mut Ebpf, hook: TcAttachType, how:
         program.attach_with_options("eth1", hook, how)
     });
     attached.expect("namespace").expect("attach");
+    Attached {
+        namespace,
+        program: Some(foreign),
+    }
 }
 
 fn tc_programs_and_filters_behind_ours_stay_effective(mode: Mode) {
@@ -115,12 +138,20 @@ fn tc_programs_and_filters_behind_ours_stay_effective(mode: Mode) {
     }
 
     // They see the packet behind us: it has the pod's address already, and still reaches them.
-    let mut behind = dropper(DESTINATION, tcx.address.octets());
     let order = TcAttachOptions::TcxOrder(LinkOrder::last());
-    attach_tc(node, &mut behind, TcAttachType::Ingress, order);
-    let mut filter = dropper(DESTINATION, clsact.address.octets());
+    let behind = attach_tc(
+        node,
+        dropper(DESTINATION, tcx.address.octets()),
+        TcAttachType::Ingress,
+        order,
+    );
     let netlink = || TcAttachOptions::Netlink(NlOptions::default());
-    attach_tc(node, &mut filter, TcAttachType::Ingress, netlink());
+    let filter = attach_tc(
+        node,
+        dropper(DESTINATION, clsact.address.octets()),
+        TcAttachType::Ingress,
+        netlink(),
+    );
     own(open).expect("nobody drops it");
     assert_silent(client, VIP, tcx.instance_port());
     assert_silent(client, VIP, clsact.instance_port());
@@ -128,14 +159,22 @@ fn tc_programs_and_filters_behind_ours_stay_effective(mode: Mode) {
 
     // On the way out they see the VIP as source.
     own(tcx).expect("the TCX program is gone");
-    let mut behind = dropper(SOURCE, VIP.octets());
     let order = TcAttachOptions::TcxOrder(LinkOrder::last());
-    attach_tc(node, &mut behind, TcAttachType::Egress, order);
+    let behind = attach_tc(
+        node,
+        dropper(SOURCE, VIP.octets()),
+        TcAttachType::Egress,
+        order,
+    );
     assert_silent(client, VIP, open.instance_port());
     drop(behind);
     own(open).expect("the TCX program is gone");
-    let mut filter = dropper(SOURCE, VIP.octets());
-    attach_tc(node, &mut filter, TcAttachType::Egress, netlink());
+    let filter = attach_tc(
+        node,
+        dropper(SOURCE, VIP.octets()),
+        TcAttachType::Egress,
+        netlink(),
+    );
     assert_silent(client, VIP, open.instance_port());
     drop(filter);
     own(open).expect("the filter is gone");

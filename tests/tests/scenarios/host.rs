@@ -50,6 +50,23 @@ fn the_nodes_own_address_is_untouched(mode: Mode) {
             assert_eq!(banner, "SSH-2.0");
         });
     }
+    // DHCP, as a host without an address asks for it.
+    let server = node
+        .namespace
+        .enter(|| UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 67)));
+    let server = server.expect("namespace").expect("bind");
+    server
+        .set_read_timeout(Some(Duration::from_secs(2)))
+        .expect("timeout");
+    let asked = host.namespace.enter(|| {
+        let client = UdpSocket::bind((host.address, 68))?;
+        client.set_broadcast(true)?;
+        client.send_to(b"discover", (Ipv4Addr::BROADCAST, 67))
+    });
+    asked.expect("namespace").expect("send");
+    server
+        .recv_from(&mut [0; 16])
+        .expect("the question arrives");
     // Hosts among themselves.
     let other = scene.lab.hosts[1].address.to_string();
     let ping = ["ping", "-c", "1", "-W", "1", &other];

@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use ironlb_tests::{API_PORT, IMAGE_PORT, Image, Laboratory, NodeOptions, RPC_PORT, VIP};
+use ironlb_tests::{API_PORT, Capture, IMAGE_PORT, Image, Laboratory, NodeOptions, RPC_PORT, VIP};
 
 #[test]
 fn hosts_reach_the_pods_by_a_route_alone_and_nothing_stays_behind() {
@@ -22,7 +22,10 @@ fn hosts_reach_the_pods_by_a_route_alone_and_nothing_stays_behind() {
     let api = format!("http://{}:{API_PORT}/v1", pod.address);
     curl(api.clone()).expect_err("there is no route yet");
     lab.route_to_pods(host).expect("route");
+    let wire = Capture::start(&lab.switch, "node0", "net 10.244.0.0/16").expect("capture");
     let answer = curl(api).expect("answer");
+    let seen = wire.finish().expect("capture").join("\n");
+    assert!(seen.contains("10.244.0.13.6385"), "{seen}");
     assert!(answer.contains(r#""instance": "ironic-2""#), "{answer}");
     assert!(answer.contains(r#""client": "172.22.0.100""#), "{answer}");
     curl(format!("http://{}:{RPC_PORT}/", pod.address)).expect("nothing guards JSON-RPC yet");
