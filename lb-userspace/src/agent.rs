@@ -71,6 +71,8 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         })?;
     runtime.block_on(async {
         let mut signals = Signals::new()?;
+        let path = source.path().display();
+        info!("{path} is good; loading the programs");
         let first = matches!(
             Reader::open(&options.dataplane.bpffs),
             Err(DataplaneError::NotLoaded { .. })
@@ -236,8 +238,8 @@ impl Agent {
     }
 
     fn attach(&mut self) -> Result<(), DataplaneError> {
-        let AttachReport { attachments, idle } =
-            self.dataplane.attach(&self.state.uplinks, &self.tables)?;
+        let uplinks = &self.state.uplinks;
+        let AttachReport { attachments, idle } = self.dataplane.attach(uplinks, &self.tables)?;
         let notes = attachments.iter().filter_map(|attachment| {
             let note = attachment.note.as_ref()?;
             Some(format!("{}: {note}", attachment.interface))
@@ -253,10 +255,11 @@ impl Agent {
     fn apply(&mut self) -> Result<(), DataplaneError> {
         let applied = self.dataplane.apply(&self.tables)?;
         self.in_step = true;
+        let writes = applied.writes;
         self.note(applied);
         let serving = self.summary();
-        if serving != self.serving {
-            info!("{serving}");
+        if writes > 0 || serving != self.serving {
+            info!(writes, "{serving}");
             self.serving = serving;
         }
         Ok(())
@@ -318,16 +321,16 @@ impl Agent {
             let mut backends = port.backends.iter();
             backends.any(|backend| backend.eligible)
         });
-        format!(
-            "serving {} VIP ports ({} with a ready backend) of {} VIPs on {}",
+        let ports = format!(
+            "{} VIP ports ({} with a ready backend) of {} VIPs",
             self.tables.ports.len(),
             ready.count(),
             self.tables.vips.len(),
-            match &uplinks[..] {
-                [] => "no interface".to_owned(),
-                uplinks => uplinks.join(", "),
-            }
-        )
+        );
+        match &uplinks[..] {
+            [] => format!("waiting for an interface to serve {ports} on"),
+            uplinks => format!("serving {ports} on {}", uplinks.join(", ")),
+        }
     }
 }
 

@@ -15,3 +15,7 @@ pub mod tables;
 
 /// The eBPF object that the programs are loaded from.
 pub static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/ironlb-bpf"));
+
+/// The eBPF object that the bench runs [`OBJECT`]'s programs with; nothing else refers to it.
+pub static BENCH_OBJECT: &[u8] =
+    aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/ironlb-bench-bpf"));

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use anyhow::{Context, Result, bail};
 use aya::maps::{Array, HashMap, MapData, PerCpuArray};
-use aya::programs::{TestRun, TestRunOptions};
+use aya::programs::{Program, TestRun, TestRunOptions};
 use aya::{Btf, Ebpf, EbpfLoader, Pod};
 use lb_common::layout::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Flow, FlowKey,
@@ -61,6 +61,14 @@ impl Engine {
     /// # Errors
     /// When the kernel refuses its maps.
     pub fn load(living: u32) -> Result<Self> {
+        Self::load_sized(living, 1024)
+    }
+
+    /// As [`Engine::load`], with room for `young` flows too.
+    ///
+    /// # Errors
+    /// When the kernel refuses its maps.
+    pub fn load_sized(living: u32, young: u32) -> Result<Self> {
         let ticks = rustix::time::clock_getres(rustix::time::ClockId::MonotonicCoarse).tv_nsec;
         let ticks = u32::try_from(1_000_000_000 / ticks).context("clock resolution")?;
         let mut loader = EbpfLoader::new();
@@ -70,7 +78,7 @@ impl Engine {
             .override_global(global::TICKS_PER_SECOND, &ticks, true)
             .map_max_entries(map::LIVING, living)
             .map_max_entries(map::LIVING_REPLY, living)
-            .map_max_entries(map::YOUNG, 1024);
+            .map_max_entries(map::YOUNG, young);
         let ebpf = loader
             .load(ironlb::OBJECT)
             .context("cannot load the object")?;
@@ -88,24 +96,9 @@ impl Engine {
         let mut options = TestRunOptions::new();
         options.data_in = Some(frame);
         options.data_out = Some(&mut out);
-        // Loaded when first run: the verifier takes its time.
-        let result = match self.ebpf.program_mut(name).context("no such program")? {
-            aya::programs::Program::Xdp(program) => {
-                if program.fd().is_err() {
-                    program
-                        .load()
-                        .with_context(|| format!("cannot load {name}"))?;
-                }
-                program.test_run(options)
-            }
-            aya::programs::Program::SchedClassifier(program) => {
-                if program.fd().is_err() {
-                    program
-                        .load()
-                        .with_context(|| format!("cannot load {name}"))?;
-                }
-                program.test_run(options)
-            }
+        let result = match self.program(name)? {
+            Program::Xdp(program) => program.test_run(options),
+            Program::SchedClassifier(program) => program.test_run(options),
             _ => bail!("{name} is neither XDP nor TC"),
         }
         .with_context(|| format!("cannot run {name} on {} bytes", frame.len()))?;
@@ -128,7 +121,28 @@ impl Engine {
         })
     }
 
-    fn verdicts(&self) -> Result<Vec<u64>> {
+    /// A program; loaded when it is first asked for: the verifier takes its time.
+    ///
+    /// # Errors
+    /// When there is none of that name, or the kernel refuses it (the verifier's log is in the error).
+    pub fn program(&mut self, name: &str) -> Result<&mut Program> {
+        let program = self.ebpf.program_mut(name).context("no such program")?;
+        if program.fd().is_err() {
+            match program {
+                Program::Xdp(program) => program.load(),
+                Program::SchedClassifier(program) => program.load(),
+                _ => bail!("{name} is neither XDP nor TC"),
+            }
+            .with_context(|| format!("cannot load {name}"))?;
+        }
+        Ok(program)
+    }
+
+    /// Packets so far by verdict, in the order of [`Verdict::ALL`].
+    ///
+    /// # Errors
+    /// As any map look-up.
+    pub fn verdicts(&self) -> Result<Vec<u64>> {
         let counters = PerCpuArray::<_, u64>::try_from(self.map(map::VERDICTS)?)?;
         Verdict::ALL
             .iter()

@@ -2,8 +2,12 @@
 //!
 //! It depends on nothing that needs the eBPF toolchain, because `setup` is what installs that.
 
+mod bench;
 mod ci;
+mod demo;
 mod exec;
+mod laboratory;
+mod load;
 mod setup;
 mod test;
 
@@ -22,16 +26,27 @@ struct Cli {
 enum Command {
     /// Install what is missing to build eBPF programs and to run the laboratory; every other command does it first.
     Setup(setup::Options),
+    /// Show ironlb at work: a laboratory of network namespaces, real web servers, and a report.
+    Demo(demo::Options),
+    /// Build, and load on a real interface.
+    Load(load::Options),
     /// Run every test.
     Test(test::Options),
     /// Run what CI runs: formatting, lints, documentation, tests.
     Ci(ci::Options),
+    /// Measure the data plane: a packet by itself, and traffic next to plain routing and nftables.
+    Bench(bench::Options),
 }
 
 fn main() -> Result<()> {
-    match Cli::parse().command {
+    let cli = Cli::parse();
+    exec::handle_interrupts()?;
+    match cli.command {
         Command::Setup(options) => setup::run(options),
+        Command::Demo(options) => demo::run(options),
+        Command::Load(options) => load::run(options),
         Command::Test(options) => test::run(options),
         Command::Ci(options) => ci::run(options),
+        Command::Bench(options) => bench::run(options),
     }
 }

@@ -1,5 +1,6 @@
 //! `ironlb agent`: serve a configuration file.
 
+use std::io::{self, IsTerminal as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -69,7 +70,8 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
         .with_context(|| format!("`{log_level}` is not a log level or filter"))?;
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr);
+        .with_ansi(io::stderr().is_terminal())
+        .with_writer(io::stderr);
     match log_format {
         LogFormat::Text => log.init(),
         LogFormat::Json => log.json().init(),

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use serde::Serialize;
 
-use super::{FAILED, Output, OutputArgument, print_json};
+use super::{FAILED, Output, OutputArgument, emit, emit_json};
 use crate::config::{self, ConfigError, Problem};
 use crate::plan::{self, Health};
 
@@ -70,13 +70,13 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         }
     };
     match (output.output, &error) {
-        (Output::Json, _) => print_json(&report)?,
+        (Output::Json, _) => emit_json(&report)?,
         (Output::Table, Some(error)) => eprintln!("{error}"),
         (Output::Table, None) => {
             for warning in &report.warnings {
                 eprintln!("{}: warning: {warning}", file.display());
             }
-            println!(
+            emit(&format!(
                 "{}: good: {} uplink(s), {} VIP(s), {} service(s), {} shared and {} instance port(s), {} backend(s)",
                 file.display(),
                 report.uplinks,
@@ -85,7 +85,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
                 report.shared_ports,
                 report.instance_ports,
                 report.backends,
-            );
+            ))?;
         }
     }
     Ok(match error {
