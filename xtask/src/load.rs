@@ -189,8 +189,10 @@ fn wait_until_it_serves(ironlb: &Path, agent: &mut Supervised) -> Result<String>
 
 /// Whether a status is that of this agent after its first full round.
 fn serves(status: &Value, pid: u32) -> bool {
+    // What a former agent left has its times, in the maps that this one has adopted.
     let agent = &status["agent"];
-    agent["pid"] == pid && agent["synced"] == true
+    let since = |event: &str| agent[event].as_f64().unwrap_or(f64::INFINITY);
+    agent["agent_pid"] == pid && since("synced_seconds") <= since("agent_started_seconds")
 }
 
 /// Says how to look into what is loaded now.
@@ -241,6 +243,15 @@ mod tests {
         let mut config = json!({"uplinks": [{"name": "eth0"}, {"name": "eth1"}]});
         assert!(narrow(&mut config, "eth1", None).expect("named"));
         assert_eq!(config["uplinks"], json!([{"name": "eth1"}]));
+    }
+
+    #[test]
+    fn a_former_agents_state_is_not_taken_for_the_new_ones() {
+        let status = |pid, synced| json!({"agent": {"agent_pid": pid, "agent_started_seconds": 2.0, "synced_seconds": synced}});
+        assert!(serves(&status(7, json!(1.5)), 7));
+        assert!(!serves(&status(6, json!(1.5)), 7));
+        assert!(!serves(&status(7, json!(60.0)), 7));
+        assert!(!serves(&status(7, Value::Null), 7));
     }
 
     #[test]

@@ -11,6 +11,8 @@ mod load;
 mod setup;
 mod test;
 
+use std::process::ExitCode;
+
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
@@ -38,10 +40,19 @@ enum Command {
     Bench(bench::Options),
 }
 
-fn main() -> Result<()> {
-    let cli = Cli::parse();
+fn main() -> ExitCode {
+    match run(Cli::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(Cli { command }: Cli) -> Result<()> {
     exec::handle_interrupts()?;
-    match cli.command {
+    match command {
         Command::Setup(options) => setup::run(options),
         Command::Demo(options) => demo::run(options),
         Command::Load(options) => load::run(options),

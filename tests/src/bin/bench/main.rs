@@ -9,6 +9,7 @@ mod statistics;
 mod traffic;
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
 use clap::Parser;
@@ -24,8 +25,17 @@ struct Options {
     quick: bool,
 }
 
-fn main() -> Result<()> {
-    let Options { json: file, quick } = Options::parse();
+fn main() -> ExitCode {
+    match measure(Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("\nthe bench cannot go on: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn measure(Options { json: file, quick }: Options) -> Result<()> {
     println!(
         "ironlb bench on Linux {}\n",
         rustix::system::uname().release().to_string_lossy()

@@ -24,6 +24,10 @@ const CONNECTIONS: Duration = Duration::from_millis(1000);
 const CLIENTS: usize = 4;
 /// Requests that a download sends ahead: more than it can receive in its time.
 const REQUESTS: usize = 500;
+/// Seconds a second of other work that still make a quiet machine.
+const QUIET: f64 = 0.1;
+/// Resolution of /proc/stat, spread over a download.
+const TICK: f64 = 0.01;
 /// Least ratio to plain routing, of downloads and connections.
 const GOAL_TRAFFIC: f64 = 0.95;
 /// Greatest ratio of CPU per GiB.
@@ -206,6 +210,11 @@ pub fn measure(rounds: usize) -> Result<Value> {
         .collect::<Result<Vec<_>>>()?;
     let idle = idle()?;
     println!("idle, the machine is busy for {idle:.3} s a second; {rounds} rounds begin …");
+    if idle > QUIET {
+        println!(
+            "WARNING: other work is going on here; it is in every figure below, in CPU per GiB above all"
+        );
+    }
 
     // Not measured: neighbours, page cache, nginx's first steps.
     for bed in &beds {
@@ -223,7 +232,7 @@ pub fn measure(rounds: usize) -> Result<Value> {
             push(
                 &mut samples[at],
                 Metric::CpuPerGib,
-                (busy - idle).max(0.0) / rate,
+                (busy - idle).max(TICK) / rate,
             );
         }
         for at in order() {
