@@ -45,10 +45,10 @@ pub unsafe fn put<T: Copy>(pointer: *mut T, value: T) {
 /// Reads one field of a header behind a pointer that [`Frame::at`] gave.
 #[macro_export]
 macro_rules! field {
-    ($header:expr, $($field:tt)+) => {{
+    ($header:expr, $field:ident) => {{
         let header = $header;
         // SAFETY: the header lies within the checked bytes, and so do its fields.
-        unsafe { $crate::frame::get(&raw const (*header).$($field)+) }
+        unsafe { $crate::frame::get(&raw const (*header).$field) }
     }};
 }
 

@@ -4,8 +4,8 @@ use aya_ebpf::helpers::bpf_jiffies64;
 use core::sync::atomic::{Ordering, compiler_fence};
 use lb_common::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, FLOW_CLAIMED, FLOW_CLOSING, FLOW_REFUSED, Flow,
-    FlowKey, MAX_PASS, POD_HOST, ServiceKey, UPLINK_BYPASS_DROP, UPLINK_FORWARD, Uplink,
-    VIP_EXTERNAL, Verdict, Vip, backend_generation, backend_index, choice, field,
+    FlowKey, MAX_PASS, POD_HOST, ServiceKey, UPLINK_BYPASS_DROP, Uplink, VIP_EXTERNAL, Verdict,
+    Vip, backend_generation, backend_index, choice, field,
     packet::{
         self, Change, EthernetHeader, Ipv4, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Tcp, TcpHeader,
         UdpHeader, ethertype, mac_word, protocol,
@@ -28,7 +28,8 @@ pub fn forward<H: Hook>(hook: &mut H) -> Verdict {
     let Some(uplink) = UPLINKS.get(UPLINK.load()) else {
         return Verdict::Passed;
     };
-    if uplink.flags & UPLINK_FORWARD == 0 {
+    // While the mode is switched both hooks have a program: only one of them may act on a packet.
+    if uplink.mode != H::MODE {
         return Verdict::Passed;
     }
     hook.pull(packet::HEADERS);

@@ -11,8 +11,8 @@ use aya::programs::{Program, TestRun, TestRunOptions};
 use aya::{Btf, Ebpf, EbpfLoader, Pod};
 use lb_common::layout::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Flow, FlowKey,
-    MAX_BACKENDS_PER_PORT, MAX_VIP_PORTS_PER_POD_PORT, PodPort, Service, ServiceKey, Traffic,
-    Uplink, Vip, backend_id, global, map,
+    MAX_BACKENDS_PER_PORT, MAX_VIP_PORTS_PER_POD_PORT, MODE_NATIVE, MODE_TC, PodPort, Service,
+    ServiceKey, Traffic, Uplink, Vip, backend_id, global, map, program,
 };
 use lb_common::{Verdict, choice};
 
@@ -88,12 +88,32 @@ impl Engine {
         Ok(Self { ebpf })
     }
 
-    /// Runs a program once on a frame.
+    /// Runs a program once on a frame, uplink 0 being attached in that program's mode.
+    ///
+    /// # Errors
+    /// As [`Engine::run_in`].
+    pub fn run(&mut self, name: &str, frame: &[u8]) -> Result<Outcome> {
+        let mode = if name == program::INGRESS {
+            MODE_TC
+        } else {
+            MODE_NATIVE
+        };
+        self.run_in(name, mode, frame)
+    }
+
+    /// Runs a program once on a frame, uplink 0 being attached in a mode.
     ///
     /// # Errors
     /// When the kernel refuses it (the verifier's log is in the error) or does not run it, or it did
     /// not count exactly one verdict.
-    pub fn run(&mut self, name: &str, frame: &[u8]) -> Result<Outcome> {
+    pub fn run_in(&mut self, name: &str, mode: u8, frame: &[u8]) -> Result<Outcome> {
+        let uplinks = self.ebpf.map_mut(map::UPLINKS).context("no uplinks")?;
+        let mut uplinks = Array::<_, Uplink>::try_from(uplinks)?;
+        let uplink = Uplink {
+            mode,
+            ..uplinks.get(&0, 0)?
+        };
+        uplinks.set(0, uplink, 0)?;
         let before = self.verdicts()?;
         let mut out = vec![0; frame.len().max(256) + 256];
         let mut options = TestRunOptions::new();

@@ -9,8 +9,9 @@ use etherparse::{NetSlice, PacketBuilder, SlicedPacket, TcpHeader, TransportSlic
 use ironlb_tests::engine::{Engine, Outcome, tc, xdp};
 use lb_common::layout::{
     Addr, BACKEND_ALIVE, Backend, Candidate, Control, FLOW_CLAIMED, FLOW_CLOSING, Filter, Flow,
-    FlowKey, MODE_NATIVE, POD_HOST, Pass, Service, ServiceKey, UPLINK_BYPASS_DROP, UPLINK_FORWARD,
-    Uplink, VIP_EXTERNAL, VIP_REFUSE_DROP, Vip, backend_id, map, program, to_name,
+    FlowKey, MODE_NATIVE, MODE_NONE, MODE_TC, POD_HOST, Pass, Service, ServiceKey,
+    UPLINK_BYPASS_DROP, UPLINK_FORWARD, Uplink, VIP_EXTERNAL, VIP_REFUSE_DROP, Vip, backend_id,
+    map, program, to_name,
 };
 use lb_common::packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN};
 use lb_common::{Action, Verdict};
@@ -1062,6 +1063,22 @@ fn arp_for_the_vip_is_answered_until_the_deadline_and_consumed_after_it() {
             &arp(CLIENT, VIP),
             Verdict::DroppedArpSilent,
         );
+    }
+}
+
+#[test]
+fn only_the_program_of_the_uplinks_mode_acts() {
+    let mut engine = engine();
+    for (name, mode) in [
+        (program::XDP, MODE_TC),
+        (program::XDP_PLAIN, MODE_TC),
+        (program::INGRESS, MODE_NATIVE),
+        (program::XDP, MODE_NONE),
+    ] {
+        let outcome = engine
+            .run_in(name, mode, &to_vip(API, TCP_SYN))
+            .expect("runs");
+        assert_eq!(outcome.verdict, Verdict::Passed, "{name} in mode {mode}");
     }
 }
 

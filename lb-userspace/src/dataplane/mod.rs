@@ -483,7 +483,8 @@ pub struct UnloadReport {
 }
 
 /// Detaches every program and removes every pin of ours below `bpffs`, of whatever layout.
-/// Nothing there is not an error; an agent that lives is: [`DataplaneError::Locked`].
+/// Nothing there is not an error; an agent that lives is: [`DataplaneError::Locked`]. Below Linux 6.6 the TC
+/// programs are filters, not links: there it must run in the agent's network namespace to find them.
 pub fn unload(bpffs: &Path) -> Result<UnloadReport, DataplaneError> {
     pins::remove_all(bpffs, None)
 }
