@@ -61,10 +61,10 @@ fn ipv4<H: Hook>(hook: &mut H, uplink: &Uplink, offset: usize, group: bool) -> V
     let Some(ip) = packet::ipv4(hook, offset) else {
         return Verdict::Passed;
     };
-    if uplink.vip_filter.may_contain(ip.destination) {
-        if let Some(verdict) = to_vip(hook, &ip, group) {
-            return verdict;
-        }
+    if uplink.vip_filter.may_contain(ip.destination)
+        && let Some(verdict) = to_vip(hook, &ip, group)
+    {
+        return verdict;
     }
     match CONTROL.get(0) {
         Some(control) if control.pod_filter.may_contain(ip.destination) => {
@@ -177,7 +177,7 @@ fn young<H: Hook>(
     if syn {
         // A retransmission must not hop to another backend while this one takes new flows.
         if flow.state & FLOW_REFUSED != 0
-            || !backend.is_some_and(|backend| backend.flags & BACKEND_ELIGIBLE != 0)
+            || backend.is_none_or(|backend| backend.flags & BACKEND_ELIGIBLE == 0)
         {
             let _ = YOUNG.remove(key);
             return None;

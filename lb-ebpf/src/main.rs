@@ -1,5 +1,13 @@
 //! The programs of ironlb: entry points that bring a packet to the engine and carry out its verdict.
 
+#![expect(
+    missing_docs,
+    reason = "aya's macros do not pass an entry point's documentation on"
+)]
+#![expect(
+    clippy::needless_borrows_for_generic_args,
+    reason = "helpers take addresses: by value, keys and entries would be copied once more on a 512-byte stack"
+)]
 #![no_std]
 #![no_main]
 

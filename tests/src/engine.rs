@@ -39,6 +39,9 @@ pub mod tc {
     pub const REDIRECT: u32 = 7;
 }
 
+/// A pod's address and port.
+pub type PodPortAddress = (Ipv4Addr, u16);
+
 /// The loaded object.
 pub struct Engine {
     ebpf: Ebpf,
@@ -252,7 +255,7 @@ impl Engine {
     ///
     /// # Errors
     /// As any map update.
-    pub fn serve(&mut self, ports: &[(Ipv4Addr, u16, &[(Ipv4Addr, u16)])]) -> Result<()> {
+    pub fn serve(&mut self, ports: &[(Ipv4Addr, u16, &[PodPortAddress])]) -> Result<()> {
         let mut index = 0;
         let mut leads: BTreeMap<ServiceKey, Vec<ServiceKey>> = BTreeMap::new();
         let mut control = Control {

@@ -205,8 +205,8 @@ fn look_inside(ironlb: &Path, interface: &str) -> Result<()> {
     let (ironlb, pins) = (ironlb.display(), pins.display());
     println!(
         "Look inside:
-    bpftool net show dev {interface}                      what is attached
-    bpftool prog show name ironlb_egress          a program, its maps and run time
+    bpftool net show dev {interface}       what is attached (TCX from bpftool 7.3 on)
+    bpftool prog show name ironlb_egress          a program, its size and its maps
     bpftool map dump pinned {pins}/services    VIP ports and their backends
     bpftool map dump pinned {pins}/verdicts    packets by verdict, per CPU
     {ironlb} services
