@@ -594,6 +594,18 @@ fn a_lost_reply_entry_is_made_again() {
     );
     assert_eq!(ends(&data_out.frame), ((VIP, IMAGES), (CLIENT, PORT)));
     run(&mut engine, program::EGRESS, &data, Verdict::Replied);
+    // Lost just before the pod closes: the flow ends all the same.
+    engine
+        .lose_flow(map::LIVING_REPLY, &reply)
+        .expect("was there");
+    let reset = tcp(pod, (CLIENT, PORT), TCP_RST, b"");
+    run(
+        &mut engine,
+        program::EGRESS,
+        &reset,
+        Verdict::RepliedRestored,
+    );
+    assert!(living(&mut engine, IMAGES).is_none());
 }
 
 #[test]
