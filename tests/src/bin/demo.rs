@@ -106,7 +106,8 @@ fn show(keep: bool) -> Result<u32> {
     let node = laboratory.nodes.first().context("a node was asked for")?;
     let host = laboratory.hosts.first().context("hosts are there")?;
     // Real NICs segment in hardware; the frames that the XDP program sees, on their way in, stay complete.
-    node.namespace.exec(["ethtool", "-K", node.uplink, "tx", "on"])?;
+    node.namespace
+        .exec(["ethtool", "-K", node.uplink, "tx", "on"])?;
     println!(
         "\n   host0 {}, host1 {}, bmc {}\n   └─ provisioning bridge ── {} {} (eth1) ── {}\n   VIP {VIP}",
         host.address,
