@@ -45,9 +45,10 @@ pub unsafe fn put<T: Copy>(pointer: *mut T, value: T) {
 /// Reads one field of a header behind a pointer that [`Frame::at`] gave.
 #[macro_export]
 macro_rules! field {
-    ($header:expr, $($field:tt)+) => {{
+    ($header:expr, $field:ident) => {{
+        let header = $header;
         // SAFETY: the header lies within the checked bytes, and so do its fields.
-        unsafe { $crate::frame::get(&raw const (*$header).$($field)+) }
+        unsafe { $crate::frame::get(&raw const (*header).$field) }
     }};
 }
 
@@ -55,9 +56,9 @@ macro_rules! field {
 #[macro_export]
 macro_rules! set_field {
     ($header:expr, $field:ident, $value:expr) => {{
-        let value = $value;
+        let (header, value) = ($header, $value);
         // SAFETY: the header lies within the checked bytes, and so do its fields.
-        unsafe { $crate::frame::put(&raw mut (*$header).$field, value) }
+        unsafe { $crate::frame::put(&raw mut (*header).$field, value) }
     }};
 }
 

@@ -224,6 +224,11 @@ pub const UPLINK_FORWARD: u32 = 1;
 /// Direct connection attempts to pods are dropped (`bypass: drop`).
 pub const UPLINK_BYPASS_DROP: u32 = 2;
 
+/// Answers leave by XDP_REDIRECT to the interface itself, not by XDP_TX: veth schedules its peer's NAPI after XDP_TX
+/// only if the peer has an XDP program, else the frame waits in the ring for other traffic
+/// (`veth_xdp_flush`, Linux 6.18).
+pub const UPLINK_TRANSMIT_BY_REDIRECT: u32 = 4;
+
 /// Nothing is attached on the forward path.
 pub const MODE_NONE: u8 = 0;
 /// XDP in the driver.

@@ -4,8 +4,8 @@ use aya_ebpf::helpers::bpf_jiffies64;
 use core::sync::atomic::{Ordering, compiler_fence};
 use lb_common::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, FLOW_CLAIMED, FLOW_CLOSING, FLOW_REFUSED, Flow,
-    FlowKey, MAX_PASS, POD_HOST, ServiceKey, UPLINK_BYPASS_DROP, UPLINK_FORWARD, Uplink,
-    VIP_EXTERNAL, Verdict, Vip, backend_generation, backend_index, choice, field,
+    FlowKey, MAX_PASS, POD_HOST, ServiceKey, UPLINK_BYPASS_DROP, Uplink, VIP_EXTERNAL, Verdict,
+    Vip, backend_generation, backend_index, choice, field,
     packet::{
         self, Change, EthernetHeader, Ipv4, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Tcp, TcpHeader,
         UdpHeader, ethertype, mac_word, protocol,
@@ -28,7 +28,8 @@ pub fn forward<H: Hook>(hook: &mut H) -> Verdict {
     let Some(uplink) = UPLINKS.get(UPLINK.load()) else {
         return Verdict::Passed;
     };
-    if uplink.flags & UPLINK_FORWARD == 0 {
+    // While the mode is switched both hooks have a program: only one of them may act on a packet.
+    if uplink.mode != H::MODE {
         return Verdict::Passed;
     }
     hook.pull(packet::HEADERS);
@@ -60,10 +61,10 @@ fn ipv4<H: Hook>(hook: &mut H, uplink: &Uplink, offset: usize, group: bool) -> V
     let Some(ip) = packet::ipv4(hook, offset) else {
         return Verdict::Passed;
     };
-    if uplink.vip_filter.may_contain(ip.destination) {
-        if let Some(verdict) = to_vip(hook, &ip, group) {
-            return verdict;
-        }
+    if uplink.vip_filter.may_contain(ip.destination)
+        && let Some(verdict) = to_vip(hook, &ip, group)
+    {
+        return verdict;
     }
     match CONTROL.get(0) {
         Some(control) if control.pod_filter.may_contain(ip.destination) => {
@@ -176,7 +177,7 @@ fn young<H: Hook>(
     if syn {
         // A retransmission must not hop to another backend while this one takes new flows.
         if flow.state & FLOW_REFUSED != 0
-            || !backend.is_some_and(|backend| backend.flags & BACKEND_ELIGIBLE != 0)
+            || backend.is_none_or(|backend| backend.flags & BACKEND_ELIGIBLE == 0)
         {
             let _ = YOUNG.remove(key);
             return None;
@@ -195,6 +196,9 @@ fn young<H: Hook>(
     let bytes = frame_length(ip);
     if flow.state & FLOW_CLOSING == 0 {
         note_client(hook, ip, tcp, flow, bytes);
+        if tcp.flags & TCP_FIN != 0 {
+            flow.client_fin = 1;
+        }
         if tcp.flags & TCP_RST != 0 {
             flow.state |= FLOW_CLOSING | FLOW_CLAIMED;
         }
@@ -254,6 +258,9 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ipv4, tcp: &Tcp, key: &FlowKey) -> Option<V
     let mut flow = flows::young(key, backend, id);
     let bytes = frame_length(ip);
     note_client(hook, ip, tcp, &mut flow, bytes);
+    if tcp.flags & TCP_FIN != 0 {
+        flow.client_fin = 1;
+    }
     if tcp.flags & TCP_RST != 0 {
         flow.state = FLOW_CLOSING | FLOW_CLAIMED;
     }

@@ -15,6 +15,10 @@ const CLOSING_GUARD: u64 = 60;
 /// Seconds that a young entry guards its client port: as long as a pod may retry a SYN-ACK.
 const YOUNG_GUARD: u64 = 120;
 
+/// What an insert into a full hash returns (`asm-generic/errno-base.h`). Others tell of contention on a
+/// bucket (EBUSY, EDEADLK, ETIMEDOUT): the flow stays young, and the pod's next segment tries again.
+const E2BIG: i32 = 7;
+
 /// A fresh forward entry.
 #[inline(always)]
 pub fn young(key: &FlowKey, backend: &Backend, id: u32) -> Flow {
@@ -97,18 +101,20 @@ pub fn promote(key: &FlowKey, young: &Flow) -> bool {
     let mut living = *young;
     living.state = 0;
     let reply = reply_key(key, &living);
-    if LIVING_REPLY
-        .insert(&reply, &reply_entry(key, &living), 0)
-        .is_err()
-    {
-        return false;
+    let mut inserted = LIVING_REPLY.insert(&reply, &reply_entry(key, &living), 0);
+    if inserted.is_ok() {
+        inserted = LIVING.insert(key, &living, 0);
+        if inserted.is_err() {
+            let _ = LIVING_REPLY.remove(&reply);
+        }
     }
-    if LIVING.insert(key, &living, 0).is_err() {
-        let _ = LIVING_REPLY.remove(&reply);
-        return false;
+    match inserted {
+        Ok(()) => {
+            let _ = YOUNG.remove(key);
+            true
+        }
+        Err(error) => error != -E2BIG,
     }
-    let _ = YOUNG.remove(key);
-    true
 }
 
 /// Whether any VIP port leads to this pod port.

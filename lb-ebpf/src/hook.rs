@@ -10,12 +10,16 @@ use aya_ebpf::{
 };
 use core::mem::offset_of;
 use lb_common::{
+    MODE_NATIVE, MODE_TC,
     frame::Frame,
     packet::{self, Change, Ipv4, Ipv4Header, TcpHeader},
 };
 
 /// A frame at a hook.
 pub trait Hook: Frame {
+    /// The mode of an uplink whose forward path runs here (`MODE_*`).
+    const MODE: u8;
+
     /// Whether the TCP checksum may be unfinished here, the device being expected to complete it.
     const MAY_BE_PARTIAL: bool;
 
@@ -81,6 +85,7 @@ impl Frame for Xdp {
 }
 
 impl Hook for Xdp {
+    const MODE: u8 = MODE_NATIVE;
     const MAY_BE_PARTIAL: bool = false;
 
     #[inline(always)]
@@ -203,6 +208,7 @@ impl Frame for Tc {
 }
 
 impl Hook for Tc {
+    const MODE: u8 = MODE_TC;
     const MAY_BE_PARTIAL: bool = true;
 
     #[inline(always)]

@@ -1,5 +1,13 @@
 //! The programs of ironlb: entry points that bring a packet to the engine and carry out its verdict.
 
+#![expect(
+    missing_docs,
+    reason = "aya's macros do not pass an entry point's documentation on"
+)]
+#![expect(
+    clippy::needless_borrows_for_generic_args,
+    reason = "helpers take addresses: by value, keys and entries would be copied once more on a 512-byte stack"
+)]
 #![no_std]
 #![no_main]
 
@@ -17,7 +25,7 @@ use aya_ebpf::{
     macros::{classifier, xdp},
     programs::{TcContext, XdpContext},
 };
-use lb_common::Action;
+use lb_common::{Action, UPLINK_TRANSMIT_BY_REDIRECT};
 
 use crate::{
     hook::{Tc, Xdp},
@@ -42,8 +50,20 @@ fn at_xdp(ctx: XdpContext) -> u32 {
     count(verdict);
     match verdict.action() {
         Action::Pass => xdp_action::XDP_PASS,
-        Action::Transmit => xdp_action::XDP_TX,
+        Action::Transmit => transmit(),
         Action::Drop | Action::Redirect => xdp_action::XDP_DROP,
+    }
+}
+
+/// Sends the packet back out of the interface that it came from.
+#[inline(always)]
+fn transmit() -> u32 {
+    match UPLINKS.get(UPLINK.load()) {
+        Some(uplink) if uplink.flags & UPLINK_TRANSMIT_BY_REDIRECT != 0 => {
+            // SAFETY: a helper that takes two integers.
+            unsafe { bpf_redirect(uplink.ifindex, 0) as u32 }
+        }
+        _ => xdp_action::XDP_TX,
     }
 }
 

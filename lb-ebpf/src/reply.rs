@@ -102,19 +102,23 @@ fn second_look(hook: &mut Tc, ip: &Ipv4, tcp: &TcpFields, key: &FlowKey) -> Verd
         }
         let vip_port = pod_port.vip_ports[at];
         let forward = FlowKey::forward(key.client, key.client_port, vip_port.addr, vip_port.port);
-        // SAFETY: the value is this map's.
         if let Some(flow) = LIVING
             .get_ptr_mut(&forward)
+            // SAFETY: the value is this map's.
             .map(|flow| unsafe { &mut *flow })
             && flows::leads_to(flow, &key.addr, key.port, key.client_port)
         {
             let _ = LIVING_REPLY.insert(key, &flows::reply_entry(&forward, flow), 0);
             let verdict = Verdict::RepliedRestored;
-            return restore(hook, ip, tcp, &forward, flow, bytes, verdict);
+            let verdict = restore(hook, ip, tcp, &forward, flow, bytes, verdict);
+            if tcp.flags & (TCP_FIN | TCP_RST) != 0 {
+                end(&forward, tcp.flags);
+            }
+            return verdict;
         }
-        // SAFETY: the value is this map's.
         if let Some(flow) = YOUNG
             .get_ptr_mut(&forward)
+            // SAFETY: the value is this map's.
             .map(|flow| unsafe { &mut *flow })
             && flows::leads_to(flow, &key.addr, key.port, key.client_port)
         {

@@ -1,25 +1,27 @@
-//! The agent: keeps the data plane in step with the file and with what the health checks find.
+//! The agent: keeps the data plane in step with its source and with what the health checks find.
 //!
 //! It is not in the packets' way. What it has written goes on serving while it is away, while its
-//! file is bad, and after it has ended.
+//! file is bad or the Kubernetes API out of reach, and after it has ended.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use crate::config::ConfigError;
-use crate::config::source::{Source, Watch};
 use crate::dataplane::read::Reader;
 use crate::dataplane::{
     self, Applied, AttachReport, AttachedMode, Attachment, Dataplane, DataplaneError, GONE_AFTER,
 };
 use crate::desired::DesiredState;
 use crate::health::Checks;
+use crate::kubernetes::{self, SourceError};
 use crate::plan;
+use crate::source::{Prepared, Source};
 use crate::tables::TableSet;
 
 /// How often interfaces and the file are looked at without a sign that they changed.
@@ -32,10 +34,21 @@ const GONE_AGAIN: Duration = Duration::from_millis(200);
 pub struct Options {
     /// The file.
     pub config: PathBuf,
+    /// Where services come from Kubernetes instead of the file.
+    pub kubernetes: Option<Kubernetes>,
     /// Where the maps are and how large they are made.
     pub dataplane: dataplane::Options,
     /// Whether the data plane ends with the agent.
     pub detach_on_exit: bool,
+}
+
+/// Who this agent is in a cluster.
+#[derive(Clone, Debug)]
+pub struct Kubernetes {
+    /// The node's name.
+    pub node: String,
+    /// Namespace of the agents; without it that of the ServiceAccount or kubeconfig.
+    pub namespace: Option<String>,
 }
 
 /// Why the agent could not start, or not end as told.
@@ -44,6 +57,9 @@ pub enum AgentError {
     /// The file.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// The Kubernetes API.
+    #[error(transparent)]
+    Kubernetes(#[from] SourceError),
     /// The kernel's side.
     #[error(transparent)]
     Dataplane(#[from] DataplaneError),
@@ -60,7 +76,6 @@ pub enum AgentError {
 /// Serves until SIGTERM or SIGINT. A bad file or a data plane that cannot be attached is an error at
 /// the start, and only a line in the log later.
 pub fn run(options: Options) -> Result<(), AgentError> {
-    let (source, state) = Source::open(options.config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .enable_all()
@@ -71,11 +86,28 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         })?;
     runtime.block_on(async {
         let mut signals = Signals::new()?;
+        let kubernetes = match options.kubernetes {
+            None => None,
+            Some(Kubernetes { node, namespace }) => {
+                Some(kubernetes::Options::infer(node, namespace).await?)
+            }
+        };
+        let path = options.config.display().to_string();
+        let prepared = Prepared::read(options.config, kubernetes)?;
+        info!("{path} is good; loading the programs");
         let first = matches!(
             Reader::open(&options.dataplane.bpffs),
             Err(DataplaneError::NotLoaded { .. })
         );
-        let mut agent = Agent::new(Dataplane::open(&options.dataplane)?, state);
+        let dataplane = Dataplane::open(&options.dataplane)?;
+        let (mut source, state) = tokio::select! {
+            started = prepared.start() => started,
+            () = signals.end() => {
+                info!("ended before there was anything to serve");
+                return Ok(());
+            }
+        };
+        let mut agent = Agent::new(dataplane, state);
         if let Err(error) = agent.start() {
             if first {
                 // What served before goes on; a start from nothing leaves nothing.
@@ -83,7 +115,8 @@ pub fn run(options: Options) -> Result<(), AgentError> {
             }
             return Err(error.into());
         }
-        agent.serve(source, &mut signals).await;
+        agent.serve(&mut source, &mut signals).await;
+        source.stop().await;
         if options.detach_on_exit {
             agent.dataplane.detach()?;
             info!("detached: nothing is served any more");
@@ -114,6 +147,14 @@ impl Signals {
             hangup: listen(SignalKind::hangup())?,
         })
     }
+
+    /// Waits for a signal that ends the agent.
+    async fn end(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
 }
 
 struct Agent {
@@ -126,6 +167,8 @@ struct Agent {
     in_step: bool,
     /// When backends that have left are to be ended.
     gone_due: Option<Instant>,
+    /// VIPs that no uplink carries.
+    idle: Vec<IpAddr>,
     warnings: Told,
     uplink_notes: Told,
     table_notes: Told,
@@ -145,6 +188,7 @@ impl Agent {
             attachments: Vec::new(),
             in_step: false,
             gone_due: None,
+            idle: Vec::new(),
             warnings: Told::default(),
             uplink_notes: Told::default(),
             table_notes: Told::default(),
@@ -164,13 +208,8 @@ impl Agent {
         Ok(())
     }
 
-    async fn serve(&mut self, mut source: Source, signals: &mut Signals) {
-        let mut watch = Watch::new(source.path())
-            .inspect_err(|error| {
-                let path = source.path().display();
-                warn!("cannot watch {path}, so changes are seen after {ROUND:?} only: {error}");
-            })
-            .ok();
+    async fn serve(&mut self, source: &mut Source, signals: &mut Signals) {
+        source.in_step(&self.tables, &self.idle, true);
         let mut round = interval(ROUND);
         round.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -185,9 +224,9 @@ impl Agent {
                 _ = hangup.recv() => {
                     info!("SIGHUP: reading {} again", source.path().display());
                     source.forget();
-                    self.reload(&mut source);
+                    self.reload(source);
                 }
-                () = file_changed(&mut watch) => self.reload(&mut source),
+                () = source.changed() => self.reload(source),
                 change = self.checks.changed() => {
                     match change.failure {
                         None => info!("{change}"),
@@ -197,21 +236,23 @@ impl Agent {
                 }
                 () = due(self.gone_due) => self.end_gone(),
                 _ = round.tick() => {
-                    self.reload(&mut source);
+                    self.reload(source);
                     self.keep_attached();
                 }
             }
+            let has_written = !self.in_step;
             self.keep_in_step();
+            if self.in_step {
+                source.in_step(&self.tables, &self.idle, has_written);
+            }
         }
     }
 
     fn reload(&mut self, source: &mut Source) {
-        let path = source.path().display().to_string();
         match source.news() {
             Ok(None) => {}
-            Ok(Some(state)) if state == self.state => info!("{path} is good and says the same"),
+            Ok(Some(state)) if state == self.state => debug!("the same is wanted as before"),
             Ok(Some(state)) => {
-                info!("{path} is good and has changed");
                 self.state = state;
                 self.checks.follow(&self.state);
                 self.plan();
@@ -221,6 +262,7 @@ impl Agent {
                 for line in problems.to_string().lines() {
                     error!("{line}");
                 }
+                let path = source.path().display();
                 error!("{path} cannot be served; the last good configuration goes on serving");
             }
         }
@@ -236,8 +278,8 @@ impl Agent {
     }
 
     fn attach(&mut self) -> Result<(), DataplaneError> {
-        let AttachReport { attachments, idle } =
-            self.dataplane.attach(&self.state.uplinks, &self.tables)?;
+        let uplinks = &self.state.uplinks;
+        let AttachReport { attachments, idle } = self.dataplane.attach(uplinks, &self.tables)?;
         let notes = attachments.iter().filter_map(|attachment| {
             let note = attachment.note.as_ref()?;
             Some(format!("{}: {note}", attachment.interface))
@@ -253,10 +295,11 @@ impl Agent {
     fn apply(&mut self) -> Result<(), DataplaneError> {
         let applied = self.dataplane.apply(&self.tables)?;
         self.in_step = true;
+        let writes = applied.writes;
         self.note(applied);
         let serving = self.summary();
-        if serving != self.serving {
-            info!("{serving}");
+        if writes > 0 || serving != self.serving {
+            info!(writes, "{serving}");
             self.serving = serving;
         }
         Ok(())
@@ -296,6 +339,7 @@ impl Agent {
             .iter()
             .map(|vip| format!("VIP {vip} is not served: no uplink is in its subnet"));
         self.table_notes.tell(idle.chain(notes));
+        self.idle = vips_without_uplink;
         if leaving > 0 {
             self.gone_due = Some(Instant::now() + GONE_AFTER);
         }
@@ -318,16 +362,16 @@ impl Agent {
             let mut backends = port.backends.iter();
             backends.any(|backend| backend.eligible)
         });
-        format!(
-            "serving {} VIP ports ({} with a ready backend) of {} VIPs on {}",
+        let ports = format!(
+            "{} VIP ports ({} with a ready backend) of {} VIPs",
             self.tables.ports.len(),
             ready.count(),
             self.tables.vips.len(),
-            match &uplinks[..] {
-                [] => "no interface".to_owned(),
-                uplinks => uplinks.join(", "),
-            }
-        )
+        );
+        match &uplinks[..] {
+            [] => format!("waiting for an interface to serve {ports} on"),
+            uplinks => format!("serving {ports} on {}", uplinks.join(", ")),
+        }
     }
 }
 
@@ -356,13 +400,6 @@ impl Told {
         let new = messages.difference(&self.present).cloned().collect();
         self.present = messages;
         new
-    }
-}
-
-async fn file_changed(watch: &mut Option<Watch>) {
-    match watch {
-        Some(watch) => watch.changed().await,
-        None => std::future::pending().await,
     }
 }
 

@@ -521,3 +521,126 @@ impl Netlink {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A node: `bond0` (slaves `eth0`, `eth1`) with `bond0.7` above, `br0` with a NIC, a pod and a machine.
+    fn host() -> Host {
+        let mut host = Host::default();
+        let mut add = |index, name: &str, kind: &str, master, mac| {
+            let interface = Interface {
+                index,
+                name: name.to_owned(),
+                kind: (!kind.is_empty()).then(|| kind.to_owned()),
+                mac: Some([2, 0, 0, 0, 0, mac]),
+                master,
+                ethernet: kind != "tun-l3",
+                loopback: name == "lo",
+                ..Interface::default()
+            };
+            host.interfaces.insert(index, interface);
+        };
+        add(1, "lo", "", None, 0);
+        add(2, "eth0", "", Some(4), 4);
+        add(3, "eth1", "", Some(4), 4);
+        add(4, "bond0", "bond", None, 4);
+        add(5, "bond0.7", "vlan", None, 4);
+        add(6, "br0", "bridge", None, 6);
+        add(7, "eth2", "", Some(6), 6);
+        add(8, "veth1a", "veth", Some(6), 8);
+        add(9, "tap0", "tun", Some(6), 9);
+        add(10, "br1", "bridge", None, 10);
+        add(11, "veth2b", "veth", Some(10), 11);
+        add(12, "wg0", "tun-l3", None, 12);
+        for (index, address, prefix) in [
+            (5, [172, 22, 0, 11], 24),
+            (6, [172, 23, 0, 11], 24),
+            (10, [172, 24, 0, 11], 24),
+        ] {
+            host.addresses.push(Address {
+                index,
+                address: address.into(),
+                prefix,
+            });
+        }
+        host.default_routes = [6, 12].into();
+        host
+    }
+
+    fn ports(selector: &UplinkSelector) -> Vec<(u32, u32)> {
+        let places = host().resolve(selector).expect("resolves");
+        places.iter().map(|p| (p.port, p.device)).collect()
+    }
+
+    fn name(pattern: &str) -> UplinkSelector {
+        UplinkSelector::Name(pattern.to_owned())
+    }
+
+    fn subnet(octets: [u8; 4]) -> UplinkSelector {
+        UplinkSelector::Subnet(octets.into(), 24)
+    }
+
+    #[test]
+    fn a_subnet_finds_the_interface_with_an_address_in_it() {
+        assert_eq!(ports(&subnet([172, 22, 0, 0])), [(5, 5)]);
+        assert_eq!(ports(&subnet([172, 99, 0, 0])), []);
+    }
+
+    #[test]
+    fn a_bridge_means_its_ports_that_are_not_local_pods_or_machines() {
+        assert_eq!(ports(&subnet([172, 23, 0, 0])), [(7, 6)]);
+        assert_eq!(ports(&name("br0")), [(7, 6)]);
+        assert_eq!(
+            ports(&name("veth1a")),
+            [(8, 6)],
+            "a port by name is that port"
+        );
+        assert_eq!(ports(&name("br1")), [(11, 10)], "nothing else is there");
+    }
+
+    #[test]
+    fn a_slave_of_a_bond_is_refused_by_the_name_of_the_bond() {
+        let error = host().resolve(&name("eth[01]")).expect_err("slaves");
+        assert!(error.to_string().contains("name bond0"), "{error}");
+        assert_eq!(ports(&name("bond0")), [(4, 4)]);
+    }
+
+    #[test]
+    fn a_mac_means_the_device_that_receives_for_all_that_share_it() {
+        assert_eq!(ports(&UplinkSelector::Mac([2, 0, 0, 0, 0, 4])), [(4, 4)]);
+        assert_eq!(ports(&UplinkSelector::Mac([2, 0, 0, 0, 0, 6])), [(7, 6)]);
+        assert_eq!(ports(&UplinkSelector::Mac([2, 0, 0, 0, 0, 99])), []);
+    }
+
+    #[test]
+    fn what_has_no_ethernet_header_is_refused_as_uplink_and_skipped_for_replies() {
+        assert!(matches!(
+            host().resolve(&name("wg0")),
+            Err(InterfaceError::NotEthernet { .. })
+        ));
+        let places = host().default_route_places();
+        assert_eq!(places, [Place { port: 7, device: 6 }]);
+    }
+
+    #[test]
+    fn subnets_are_told_apart_by_family_and_bits() {
+        let v4 = |octets: [u8; 4]| IpAddr::from(octets);
+        assert!(in_subnet(v4([172, 22, 0, 2]), v4([172, 22, 0, 0]), 24));
+        assert!(!in_subnet(v4([172, 22, 1, 2]), v4([172, 22, 0, 0]), 24));
+        assert!(in_subnet(v4([9, 9, 9, 9]), v4([0, 0, 0, 0]), 0));
+        let v6 = "fd00::1".parse().expect("valid");
+        assert!(!in_subnet(v6, v4([0, 0, 0, 0]), 0));
+        assert!(in_subnet(v6, "fd00::".parse().expect("valid"), 64));
+    }
+
+    #[test]
+    fn the_loopback_device_and_its_route_are_known_to_the_kernel() {
+        let host = Host::read().expect("netlink answers");
+        let lo = host.interfaces.values().find(|i| i.loopback).expect("lo");
+        assert_eq!(lo.name, "lo");
+        let route = route_to(IpAddr::from([127, 0, 0, 1])).expect("netlink answers");
+        assert!(route.is_none_or(|index| index == lo.index), "{route:?}");
+    }
+}

@@ -1,7 +1,7 @@
 //! The agent and command line of ironlb, as a library for the binary and for tests.
 //!
 //! A pipeline of plain values, each arrow a module:
-//! `source (config) → DesiredState → plan (pure) → TableSet → dataplane (maps)`.
+//! `source (file | Kubernetes) → DesiredState → plan (pure) → TableSet → dataplane (maps)`.
 
 pub mod agent;
 pub mod cli;
@@ -12,7 +12,12 @@ pub mod health;
 pub mod interfaces;
 pub mod kubernetes;
 pub mod plan;
+pub mod source;
 pub mod tables;
 
 /// The eBPF object that the programs are loaded from.
 pub static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/ironlb-bpf"));
+
+/// The eBPF object that the bench runs [`OBJECT`]'s programs with; nothing else refers to it.
+pub static BENCH_OBJECT: &[u8] =
+    aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/ironlb-bench-bpf"));

@@ -7,12 +7,12 @@ use std::sync::LazyLock;
 
 use anyhow::{Context, Result, bail};
 use aya::maps::{Array, HashMap, MapData, PerCpuArray};
-use aya::programs::{TestRun, TestRunOptions};
+use aya::programs::{Program, TestRun, TestRunOptions};
 use aya::{Btf, Ebpf, EbpfLoader, Pod};
 use lb_common::layout::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Flow, FlowKey,
-    MAX_BACKENDS_PER_PORT, MAX_VIP_PORTS_PER_POD_PORT, PodPort, Service, ServiceKey, Traffic,
-    Uplink, Vip, backend_id, global, map,
+    MAX_BACKENDS_PER_PORT, MAX_VIP_PORTS_PER_POD_PORT, MODE_NATIVE, MODE_TC, PodPort, Service,
+    ServiceKey, Traffic, Uplink, Vip, backend_id, global, map, program,
 };
 use lb_common::{Verdict, choice};
 
@@ -39,6 +39,9 @@ pub mod tc {
     pub const REDIRECT: u32 = 7;
 }
 
+/// A pod's address and port.
+pub type PodPortAddress = (Ipv4Addr, u16);
+
 /// The loaded object.
 pub struct Engine {
     ebpf: Ebpf,
@@ -61,6 +64,14 @@ impl Engine {
     /// # Errors
     /// When the kernel refuses its maps.
     pub fn load(living: u32) -> Result<Self> {
+        Self::load_sized(living, 1024)
+    }
+
+    /// As [`Engine::load`], with room for `young` flows too.
+    ///
+    /// # Errors
+    /// When the kernel refuses its maps.
+    pub fn load_sized(living: u32, young: u32) -> Result<Self> {
         let ticks = rustix::time::clock_getres(rustix::time::ClockId::MonotonicCoarse).tv_nsec;
         let ticks = u32::try_from(1_000_000_000 / ticks).context("clock resolution")?;
         let mut loader = EbpfLoader::new();
@@ -70,42 +81,47 @@ impl Engine {
             .override_global(global::TICKS_PER_SECOND, &ticks, true)
             .map_max_entries(map::LIVING, living)
             .map_max_entries(map::LIVING_REPLY, living)
-            .map_max_entries(map::YOUNG, 1024);
+            .map_max_entries(map::YOUNG, young);
         let ebpf = loader
             .load(ironlb::OBJECT)
             .context("cannot load the object")?;
         Ok(Self { ebpf })
     }
 
-    /// Runs a program once on a frame.
+    /// Runs a program once on a frame, uplink 0 being attached in that program's mode.
+    ///
+    /// # Errors
+    /// As [`Engine::run_in`].
+    pub fn run(&mut self, name: &str, frame: &[u8]) -> Result<Outcome> {
+        let mode = if name == program::INGRESS {
+            MODE_TC
+        } else {
+            MODE_NATIVE
+        };
+        self.run_in(name, mode, frame)
+    }
+
+    /// Runs a program once on a frame, uplink 0 being attached in a mode.
     ///
     /// # Errors
     /// When the kernel refuses it (the verifier's log is in the error) or does not run it, or it did
     /// not count exactly one verdict.
-    pub fn run(&mut self, name: &str, frame: &[u8]) -> Result<Outcome> {
+    pub fn run_in(&mut self, name: &str, mode: u8, frame: &[u8]) -> Result<Outcome> {
+        let uplinks = self.ebpf.map_mut(map::UPLINKS).context("no uplinks")?;
+        let mut uplinks = Array::<_, Uplink>::try_from(uplinks)?;
+        let uplink = Uplink {
+            mode,
+            ..uplinks.get(&0, 0)?
+        };
+        uplinks.set(0, uplink, 0)?;
         let before = self.verdicts()?;
         let mut out = vec![0; frame.len().max(256) + 256];
         let mut options = TestRunOptions::new();
         options.data_in = Some(frame);
         options.data_out = Some(&mut out);
-        // Loaded when first run: the verifier takes its time.
-        let result = match self.ebpf.program_mut(name).context("no such program")? {
-            aya::programs::Program::Xdp(program) => {
-                if program.fd().is_err() {
-                    program
-                        .load()
-                        .with_context(|| format!("cannot load {name}"))?;
-                }
-                program.test_run(options)
-            }
-            aya::programs::Program::SchedClassifier(program) => {
-                if program.fd().is_err() {
-                    program
-                        .load()
-                        .with_context(|| format!("cannot load {name}"))?;
-                }
-                program.test_run(options)
-            }
+        let result = match self.program(name)? {
+            Program::Xdp(program) => program.test_run(options),
+            Program::SchedClassifier(program) => program.test_run(options),
             _ => bail!("{name} is neither XDP nor TC"),
         }
         .with_context(|| format!("cannot run {name} on {} bytes", frame.len()))?;
@@ -128,7 +144,28 @@ impl Engine {
         })
     }
 
-    fn verdicts(&self) -> Result<Vec<u64>> {
+    /// A program; loaded when it is first asked for: the verifier takes its time.
+    ///
+    /// # Errors
+    /// When there is none of that name, or the kernel refuses it (the verifier's log is in the error).
+    pub fn program(&mut self, name: &str) -> Result<&mut Program> {
+        let program = self.ebpf.program_mut(name).context("no such program")?;
+        if program.fd().is_err() {
+            match program {
+                Program::Xdp(program) => program.load(),
+                Program::SchedClassifier(program) => program.load(),
+                _ => bail!("{name} is neither XDP nor TC"),
+            }
+            .with_context(|| format!("cannot load {name}"))?;
+        }
+        Ok(program)
+    }
+
+    /// Packets so far by verdict, in the order of [`Verdict::ALL`].
+    ///
+    /// # Errors
+    /// As any map look-up.
+    pub fn verdicts(&self) -> Result<Vec<u64>> {
         let counters = PerCpuArray::<_, u64>::try_from(self.map(map::VERDICTS)?)?;
         Verdict::ALL
             .iter()
@@ -218,7 +255,7 @@ impl Engine {
     ///
     /// # Errors
     /// As any map update.
-    pub fn serve(&mut self, ports: &[(Ipv4Addr, u16, &[(Ipv4Addr, u16)])]) -> Result<()> {
+    pub fn serve(&mut self, ports: &[(Ipv4Addr, u16, &[PodPortAddress])]) -> Result<()> {
         let mut index = 0;
         let mut leads: BTreeMap<ServiceKey, Vec<ServiceKey>> = BTreeMap::new();
         let mut control = Control {

@@ -54,8 +54,8 @@ pub struct Builder {
 
 impl Builder {
     /// Makes the links behave like wires (the default leaves every offload on): senders towards the
-    /// nodes write whole checksums, and frames that XDP transmits are received. Native XDP on veth
-    /// needs both.
+    /// nodes write whole checksums, frames carry their VLAN tag, and those that XDP transmits are
+    /// received. Native XDP on veth needs that.
     pub fn complete_checksums(mut self, on: bool) -> Self {
         self.complete_checksums = on;
         self
@@ -145,8 +145,10 @@ impl Cabling<'_> {
         namespace.ip(&format!("link set {interface} up"))?;
         if self.complete_checksums {
             namespace.exec(["ethtool", "-K", interface, "tx", "off"])?;
-            // Turns on NAPI at the other end, without which a frame that XDP transmits is lost.
-            self.switch.exec(["ethtool", "-K", port, "gro", "on"])?;
+            // NAPI at the other end, without which a frame that XDP transmits is lost, and VLAN
+            // tags in the frame, where XDP sees them.
+            let wire = ["ethtool", "-K", port, "gro", "on", "txvlan", "off"];
+            self.switch.exec(wire)?;
         }
         Ok(())
     }

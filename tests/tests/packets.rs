@@ -9,8 +9,9 @@ use etherparse::{NetSlice, PacketBuilder, SlicedPacket, TcpHeader, TransportSlic
 use ironlb_tests::engine::{Engine, Outcome, tc, xdp};
 use lb_common::layout::{
     Addr, BACKEND_ALIVE, Backend, Candidate, Control, FLOW_CLAIMED, FLOW_CLOSING, Filter, Flow,
-    FlowKey, MODE_NATIVE, POD_HOST, Pass, Service, ServiceKey, UPLINK_BYPASS_DROP, UPLINK_FORWARD,
-    Uplink, VIP_EXTERNAL, VIP_REFUSE_DROP, Vip, backend_id, map, program, to_name,
+    FlowKey, MODE_NATIVE, MODE_NONE, MODE_TC, POD_HOST, Pass, Service, ServiceKey,
+    UPLINK_BYPASS_DROP, UPLINK_FORWARD, Uplink, VIP_EXTERNAL, VIP_REFUSE_DROP, Vip, backend_id,
+    map, program, to_name,
 };
 use lb_common::packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN};
 use lb_common::{Action, Verdict};
@@ -498,6 +499,32 @@ fn a_flow_that_ends_leaves_the_living_table_without_the_agent() {
     }
 }
 
+#[test]
+fn a_fin_before_the_pods_first_segment_counts() {
+    for name in FORWARD {
+        let mut engine = engine();
+        let syn = run(
+            &mut engine,
+            name,
+            &to_vip(API, TCP_SYN),
+            Verdict::ForwardedNew,
+        );
+        let pod = ends(&syn.frame).1;
+        run(
+            &mut engine,
+            name,
+            &to_vip(API, TCP_FIN | TCP_ACK),
+            Verdict::Forwarded,
+        );
+        let ack = tcp(pod, (CLIENT, PORT), TCP_ACK, b"");
+        run(&mut engine, program::EGRESS, &ack, Verdict::RepliedYoung);
+        assert!(living(&mut engine, API).is_some(), "half closed is living");
+        let fin = tcp(pod, (CLIENT, PORT), TCP_FIN | TCP_ACK, b"");
+        run(&mut engine, program::EGRESS, &fin, Verdict::Replied);
+        assert!(living(&mut engine, API).is_none());
+    }
+}
+
 fn establish_again(engine: &mut Engine, name: &str) {
     let syn = run(engine, name, &to_vip(API, TCP_SYN), Verdict::Forwarded);
     let pod = ends(&syn.frame).1;
@@ -567,6 +594,18 @@ fn a_lost_reply_entry_is_made_again() {
     );
     assert_eq!(ends(&data_out.frame), ((VIP, IMAGES), (CLIENT, PORT)));
     run(&mut engine, program::EGRESS, &data, Verdict::Replied);
+    // Lost just before the pod closes: the flow ends all the same.
+    engine
+        .lose_flow(map::LIVING_REPLY, &reply)
+        .expect("was there");
+    let reset = tcp(pod, (CLIENT, PORT), TCP_RST, b"");
+    run(
+        &mut engine,
+        program::EGRESS,
+        &reset,
+        Verdict::RepliedRestored,
+    );
+    assert!(living(&mut engine, IMAGES).is_none());
 }
 
 #[test]
@@ -1062,6 +1101,22 @@ fn arp_for_the_vip_is_answered_until_the_deadline_and_consumed_after_it() {
             &arp(CLIENT, VIP),
             Verdict::DroppedArpSilent,
         );
+    }
+}
+
+#[test]
+fn only_the_program_of_the_uplinks_mode_acts() {
+    let mut engine = engine();
+    for (name, mode) in [
+        (program::XDP, MODE_TC),
+        (program::XDP_PLAIN, MODE_TC),
+        (program::INGRESS, MODE_NATIVE),
+        (program::XDP, MODE_NONE),
+    ] {
+        let outcome = engine
+            .run_in(name, mode, &to_vip(API, TCP_SYN))
+            .expect("runs");
+        assert_eq!(outcome.verdict, Verdict::Passed, "{name} in mode {mode}");
     }
 }
 

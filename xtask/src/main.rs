@@ -2,10 +2,16 @@
 //!
 //! It depends on nothing that needs the eBPF toolchain, because `setup` is what installs that.
 
+mod bench;
 mod ci;
+mod demo;
 mod exec;
+mod laboratory;
+mod load;
 mod setup;
 mod test;
+
+use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -22,16 +28,36 @@ struct Cli {
 enum Command {
     /// Install what is missing to build eBPF programs and to run the laboratory; every other command does it first.
     Setup(setup::Options),
+    /// Show ironlb at work: a laboratory of network namespaces, real web servers, and a report.
+    Demo(demo::Options),
+    /// Build, and load on a real interface.
+    Load(load::Options),
     /// Run every test.
     Test(test::Options),
     /// Run what CI runs: formatting, lints, documentation, tests.
     Ci(ci::Options),
+    /// Measure the data plane: a packet by itself, and traffic next to plain routing and nftables.
+    Bench(bench::Options),
 }
 
-fn main() -> Result<()> {
-    match Cli::parse().command {
+fn main() -> ExitCode {
+    match run(Cli::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(Cli { command }: Cli) -> Result<()> {
+    exec::handle_interrupts()?;
+    match command {
         Command::Setup(options) => setup::run(options),
+        Command::Demo(options) => demo::run(options),
+        Command::Load(options) => load::run(options),
         Command::Test(options) => test::run(options),
         Command::Ci(options) => ci::run(options),
+        Command::Bench(options) => bench::run(options),
     }
 }

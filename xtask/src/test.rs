@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
-use crate::exec::{command, elapsed, exec, stage};
-use crate::setup;
+use crate::exec::{Interrupt, Supervised, command, elapsed, exec, stage, target_directory};
+use crate::{laboratory, setup};
 
 /// Selects all crates; lb-ebpf is built for another target, by lb-userspace's build script.
 const WORKSPACE: &[&str] = &["--workspace", "--exclude", "lb-ebpf"];
@@ -26,9 +26,19 @@ pub struct Options {
 pub fn run(Options { filter }: Options) -> Result<()> {
     setup::ensure()?;
     // One selection of crates for all suites: another would build dependencies with other features once more.
-    stage("build the tests", "programs, agent, laboratory", || {
-        exec(command("cargo").args(["test", "--no-run"]).args(WORKSPACE))
-    })?;
+    stage(
+        "build everything",
+        "programs, agent, laboratory, tests",
+        // Binaries too, with the features that tests ask of their dependencies: the same are used below.
+        || {
+            exec(
+                command("cargo")
+                    .args(["build", "--all-targets"])
+                    .args(WORKSPACE),
+            )
+        },
+    )?;
+    laboratory::sweep()?;
     let suites: &[(&str, &[&str])] = &[
         ("unit tests", &["--lib", "--bins"]),
         ("integration and scenario tests", &["--test", "*"]),
@@ -38,8 +48,10 @@ pub fn run(Options { filter }: Options) -> Result<()> {
     let mut results = Vec::new();
     for (name, selection) in suites {
         eprintln!("==> {name}");
-        let suite = suite(selection, filter.as_deref())?;
-        results.push((*name, suite));
+        let suite = suite(selection, filter.as_deref());
+        // Of tests that were killed; all others have cleaned up.
+        laboratory::sweep()?;
+        results.push((*name, suite?));
     }
 
     eprintln!("\n==> summary");
@@ -93,19 +105,22 @@ fn suite(selection: &[&str], filter: Option<&str>) -> Result<Suite> {
         .args(WORKSPACE)
         .args(selection)
         .args(filter)
+        // Built above: else each test binary asks cargo for it.
+        .env("IRONLB", target_directory()?.join("ironlb"))
         .stdout(Stdio::piped());
-    let mut child = cargo.spawn().with_context(|| format!("start {cargo:?}"))?;
-    let stdout = child.stdout.take().context("cargo test has no stdout")?;
+    let mut cargo = Supervised::start(&mut cargo, Interrupt::Kill)?;
+    let stdout = cargo
+        .child
+        .stdout
+        .take()
+        .context("cargo test has no stdout")?;
     let mut suite = Suite::default();
     for line in BufReader::new(stdout).lines() {
         let line = line.context("read what cargo test says")?;
         println!("{line}");
         suite.read(&line);
     }
-    let status = child
-        .wait()
-        .with_context(|| format!("wait for {cargo:?}"))?;
-    suite.success = status.success();
+    suite.success = cargo.wait()?.success();
     suite.took = started.elapsed();
     Ok(suite)
 }

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use serde::Serialize;
 
-use super::{FAILED, Output, OutputArgument, print_json};
+use super::{FAILED, Output, OutputArgument, emit, emit_json};
 use crate::config::{self, ConfigError, Problem};
 use crate::plan::{self, Health};
 
@@ -19,10 +19,14 @@ Exit codes: 0 the file can be served, 1 it cannot.
 
 Examples:
   ironlb check /etc/ironlb/lb.yaml
+  ironlb check --kubernetes lb.yaml
   ironlb check -o json lb.yaml | jq '.problems[].message'")]
 pub(super) struct Arguments {
     /// The file.
     file: PathBuf,
+    /// Check it as an agent with `--kubernetes` reads it: services come from there.
+    #[arg(long)]
+    kubernetes: bool,
     #[command(flatten)]
     output: OutputArgument,
 }
@@ -41,8 +45,16 @@ struct Report {
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    let Arguments { file, output } = arguments;
-    let (report, error) = match config::load(file) {
+    let Arguments {
+        file,
+        kubernetes,
+        output,
+    } = arguments;
+    let state = match kubernetes {
+        false => config::load(file),
+        true => config::load_cluster(file).map(|config| config.state),
+    };
+    let (report, error) = match state {
         Ok(state) => {
             let (tables, warnings) = plan::plan(&state, &Health::default());
             let instance_ports = tables.ports.values().filter(|row| row.slot.is_some());
@@ -70,13 +82,13 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         }
     };
     match (output.output, &error) {
-        (Output::Json, _) => print_json(&report)?,
+        (Output::Json, _) => emit_json(&report)?,
         (Output::Table, Some(error)) => eprintln!("{error}"),
         (Output::Table, None) => {
             for warning in &report.warnings {
                 eprintln!("{}: warning: {warning}", file.display());
             }
-            println!(
+            emit(&format!(
                 "{}: good: {} uplink(s), {} VIP(s), {} service(s), {} shared and {} instance port(s), {} backend(s)",
                 file.display(),
                 report.uplinks,
@@ -85,7 +97,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
                 report.shared_ports,
                 report.instance_ports,
                 report.backends,
-            );
+            ))?;
         }
     }
     Ok(match error {

@@ -1,7 +1,10 @@
 //! `ironlb completions`: a shell's completion script.
 
-use std::io;
 use std::process::ExitCode;
+
+use anyhow::Context as _;
+
+use super::emit;
 
 /// Print the completion script of a shell.
 #[derive(clap::Args)]
@@ -15,6 +18,8 @@ pub(super) struct Arguments {
 }
 
 pub(super) fn run(arguments: &Arguments, command: &mut clap::Command) -> anyhow::Result<ExitCode> {
-    clap_complete::generate(arguments.shell, command, "ironlb", &mut io::stdout());
+    let mut script = Vec::new();
+    clap_complete::generate(arguments.shell, command, "ironlb", &mut script);
+    emit(&String::from_utf8(script).context("the completion script is not text")?)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,13 +1,25 @@
 //! The command line: a file per verb, and what they share.
 
 mod agent;
+mod backends;
 mod check;
 mod completions;
+mod counters;
+mod flows;
+mod services;
+mod status;
+mod unload;
 
+use std::io::{self, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
+use anyhow::Context as _;
+use bytesize::ByteSize;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use comfy_table::Table;
+use comfy_table::presets::NOTHING;
 
 use crate::dataplane::{DEFAULT_BPFFS, DataplaneError};
 
@@ -27,7 +39,10 @@ Exit codes: 0 success, 1 error, 2 wrong usage, 3 nothing is loaded at that root.
 
 Examples:
   ironlb check lb.yaml                 is this file right? touches nothing
-  ironlb agent --config lb.yaml        serve it"
+  ironlb agent --config lb.yaml        serve it
+  ironlb status                        what serves, and how packets end
+  ironlb flows --client 172.22.0.101   which pod serves this host
+  ironlb unload                        take everything out of the kernel"
 )]
 struct Cli {
     /// Where the maps and links are pinned: one agent a root.
@@ -41,6 +56,12 @@ struct Cli {
 enum Command {
     Agent(agent::Arguments),
     Check(check::Arguments),
+    Status(status::Arguments),
+    Services(services::Arguments),
+    Backends(backends::Arguments),
+    Flows(flows::Arguments),
+    Counters(counters::Arguments),
+    Unload(unload::Arguments),
     Completions(completions::Arguments),
 }
 
@@ -66,6 +87,12 @@ pub fn main() -> ExitCode {
     let result = match command {
         Command::Agent(arguments) => agent::run(arguments, &bpffs),
         Command::Check(arguments) => check::run(&arguments),
+        Command::Status(arguments) => status::run(&arguments, &bpffs),
+        Command::Services(arguments) => services::run(&arguments, &bpffs),
+        Command::Backends(arguments) => backends::run(&arguments, &bpffs),
+        Command::Flows(arguments) => flows::run(arguments, &bpffs),
+        Command::Counters(arguments) => counters::run(&arguments, &bpffs),
+        Command::Unload(arguments) => unload::run(&arguments, &bpffs),
         Command::Completions(arguments) => completions::run(&arguments, &mut Cli::command()),
     };
     result.unwrap_or_else(|error| {
@@ -78,8 +105,83 @@ pub fn main() -> ExitCode {
     })
 }
 
-/// Prints a value as JSON.
-fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
-    println!("{}", serde_json::to_string_pretty(value)?);
-    Ok(())
+/// Writes to standard output. A reader that has seen enough (`head`) is not an error.
+fn emit(text: &str) -> anyhow::Result<()> {
+    let mut stdout = io::stdout().lock();
+    match writeln!(stdout, "{}", text.trim_end()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(error).context("cannot write to standard output")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Writes a value as JSON.
+fn emit_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
+    emit(&serde_json::to_string_pretty(value)?)
+}
+
+/// Columns for people. They align, and nothing is drawn around them, so that `grep` and `awk` work.
+fn table<const N: usize>(header: &[&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
+    let mut table = Table::new();
+    table.load_style(NOTHING).set_header(*header);
+    table.add_rows(rows);
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    table.trim_fmt()
+}
+
+/// What there is, or a dash.
+fn or_dash(value: Option<impl ToString>) -> String {
+    value.map_or_else(|| "-".to_owned(), |value| value.to_string())
+}
+
+/// A time for people: `3h 25m`, `12s`, `0.4s`.
+fn ago(seconds: f64) -> String {
+    if seconds < 10.0 {
+        return format!("{seconds:.1}s");
+    }
+    let whole = Duration::from_secs(seconds as u64);
+    let text = humantime::format_duration(whole).to_string();
+    // The two largest units say enough.
+    text.split(' ').take(2).collect::<Vec<_>>().join(" ")
+}
+
+/// Bytes for people, in powers of 1024.
+fn bytes(bytes: u64) -> String {
+    ByteSize(bytes).display().iec().to_string()
+}
+
+/// A count for people: digits in groups of three.
+fn count(count: u64) -> String {
+    let digits = count.to_string();
+    let mut text = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn quantities_are_readable() {
+        assert_eq!(count(7), "7");
+        assert_eq!(count(1_234_567), "1,234,567");
+        assert_eq!(bytes(256 << 20), "256.0 MiB");
+        assert_eq!(ago(0.42), "0.4s");
+        assert_eq!(ago(59.9), "59s");
+        assert_eq!(ago(3.0 * 3600.0 + 125.0), "3h 2m");
+    }
 }

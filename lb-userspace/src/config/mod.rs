@@ -153,6 +153,11 @@ pub fn load(path: &Path) -> Result<DesiredState, ConfigError> {
     parse(path, &read(path)?)
 }
 
+/// Reads and checks a file that leaves the services to Kubernetes.
+pub fn load_cluster(path: &Path) -> Result<ClusterConfig, ConfigError> {
+    parse_cluster(path, &read(path)?)
+}
+
 /// Reads a file's text, without a look at what it says.
 pub fn read(path: &Path) -> Result<String, ConfigError> {
     std::fs::read_to_string(path).map_err(|error| ConfigError::Read {

@@ -220,6 +220,11 @@ fn each_mistake_is_one_message_with_its_place() {
         ),
         (
             "subnet: 172.22.0.0/24",
+            "name: 'eth[1'",
+            "3:12: uplinks[0].name: `eth[1` is not a pattern",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
             "mac: 53:54:00:12:34:56",
             "3:11: uplinks[0].mac: 53:54:00:12:34:56 is not the MAC of an interface",
         ),

@@ -237,8 +237,13 @@ impl Checker {
         let selector = match (subnet, name, mac) {
             (Some(subnet), None, None) => self.subnet(&format!("{path}.subnet"), subnet),
             (None, Some(name), None) => {
-                if name.value.is_empty() {
-                    self.complain(name.referenced, format!("{path}.name"), "empty");
+                let mistake = match glob::Pattern::new(&name.value) {
+                    Ok(_) if name.value.is_empty() => Some("empty".to_owned()),
+                    Ok(_) => None,
+                    Err(error) => Some(format!("`{}` is not a pattern: {error}", name.value)),
+                };
+                if let Some(mistake) = mistake {
+                    self.complain(name.referenced, format!("{path}.name"), mistake);
                 }
                 Some(UplinkSelector::Name(name.value.clone()))
             }

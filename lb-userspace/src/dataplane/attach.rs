@@ -276,7 +276,7 @@ fn attach_xdp(
         reason: chain(error),
     };
     if let Some((link, _)) = old {
-        let updated = XdpLink::try_from(FdLink::from(link))
+        let updated = XdpLink::try_from(link)
             .map_err(|error| failed(&error))
             .and_then(|link| xdp.attach_to_link(link).map_err(|error| failed(&error)));
         match updated {
@@ -332,7 +332,7 @@ fn attach_tc(
         Ok(attached.iter().any(|(other, _)| *other == id))
     })?;
     if let Some((link, _)) = old {
-        let updated = SchedClassifierLink::try_from(FdLink::from(link))
+        let updated = SchedClassifierLink::try_from(link)
             .map_err(|error| failed(&error))
             .and_then(|link| tc.attach_to_link(link).map_err(|error| failed(&error)));
         match updated {
@@ -413,18 +413,16 @@ fn pinned_link(
     hook: Hook,
     port: &Interface,
     is_here: impl FnOnce(u32) -> Result<bool, DataplaneError>,
-) -> Result<Option<(PinnedLink, u32)>, DataplaneError> {
+) -> Result<Option<(FdLink, u32)>, DataplaneError> {
     let path = pins.link(hook, port.index);
     let broken =
         |error: LinkError| DataplaneError::pins("open", &path, io::Error::other(chain(&error)));
     if !path.exists() {
         return Ok(None);
     }
-    let link = PinnedLink::from_pin(&path).map_err(broken)?;
-    let link_fd = FdLink::from(link);
-    let id = link_fd.info().map_err(broken)?.program_id();
+    let link = FdLink::from(PinnedLink::from_pin(&path).map_err(broken)?);
+    let id = link.info().map_err(broken)?.program_id();
     if is_here(id)? {
-        let link = PinnedLink::from_pin(&path).map_err(broken)?;
         return Ok(Some((link, id)));
     }
     pins.remove_link(hook, port.index)?;
@@ -585,7 +583,7 @@ fn words(port: &Interface, errno: Option<i32>, text: &str) -> NotNative {
             "its driver refuses XDP as the device is set up (MTU {mtu}, {rx_queues} receive queues; LRO must be off): \
              try `ethtool -K {name} lro off`, a smaller MTU, or fewer queues with `ethtool -L {name} combined N`"
         ),
-        Some(Errno::NOMEM) => format!(
+        Some(Errno::NOMEM | Errno::NOSPC) => format!(
             "its driver has not enough queues or memory for XDP: try `ethtool -L {name} combined N` with half as many"
         ),
         Some(Errno::BUSY) => "something else keeps it busy for XDP".to_owned(),

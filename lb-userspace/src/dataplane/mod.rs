@@ -18,7 +18,7 @@ use std::time::Duration;
 use aya::programs::TcAttachType;
 use lb_common::{
     Addr, Control, MAX_BYPASS_UDP, MODE_NATIVE, MODE_NONE, MODE_TC, UPLINK_BYPASS_DROP,
-    UPLINK_FORWARD, Uplink, program, to_name,
+    UPLINK_FORWARD, UPLINK_TRANSMIT_BY_REDIRECT, Uplink, program, to_name,
 };
 use rustix::time::{ClockId, clock_getres, clock_gettime};
 
@@ -483,7 +483,8 @@ pub struct UnloadReport {
 }
 
 /// Detaches every program and removes every pin of ours below `bpffs`, of whatever layout.
-/// Nothing there is not an error; an agent that lives is: [`DataplaneError::Locked`].
+/// Nothing there is not an error; an agent that lives is: [`DataplaneError::Locked`]. Below Linux 6.6 the TC
+/// programs are filters, not links: there it must run in the agent's network namespace to find them.
 pub fn unload(bpffs: &Path) -> Result<UnloadReport, DataplaneError> {
     pins::remove_all(bpffs, None)
 }
@@ -556,7 +557,13 @@ fn uplink_row(former: &Uplink, want: &Wanted<'_>, host: &Host, routed: &BTreeSet
         Bypass::Allow => false,
         Bypass::Auto => !routed.contains(&want.place.device) && !routed.contains(&want.place.port),
     };
-    row.flags = UPLINK_FORWARD | if drops { UPLINK_BYPASS_DROP } else { 0 };
+    row.flags = UPLINK_FORWARD;
+    if drops {
+        row.flags |= UPLINK_BYPASS_DROP;
+    }
+    if want.port.is("veth") {
+        row.flags |= UPLINK_TRANSMIT_BY_REDIRECT;
+    }
     row.vlan = spec.vlan.unwrap_or(0);
     row.gateway = spec.gateway.map_or(Addr::UNSPECIFIED, Addr::from);
     for (place, port) in row.bypass_udp[..MAX_BYPASS_UDP]

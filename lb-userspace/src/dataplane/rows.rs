@@ -715,3 +715,270 @@ fn with_former(row: &PodPort, was: &PodPort) -> PodPort {
     all.vip_ports[..all.count as usize].sort_unstable();
     all
 }
+
+#[cfg(test)]
+mod tests {
+    use lb_common::{backend_generation, backend_index};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn vip(last: u8) -> IpAddr {
+        IpAddr::from([172, 22, 0, last])
+    }
+
+    fn backend(instance: &str, last: u8, eligible: bool) -> BackendRow {
+        BackendRow {
+            instance: instance.to_owned(),
+            uid: format!("uid-{instance}-{last}"),
+            address: IpAddr::from([10, 244, 0, last]),
+            port: 6385,
+            eligible,
+        }
+    }
+
+    /// Last octet of the VIP, port, and backends as (instance, last octet, eligible).
+    type Port<'a> = (u8, u16, &'a [(u8, u8, bool)]);
+
+    fn tables(ports: &[Port<'_>]) -> TableSet {
+        let mut tables = TableSet::default();
+        for (last, port, backends) in ports {
+            let row = VipRow {
+                announce: Announce::Always,
+                refuse: Refuse::Reject,
+                pass: Vec::new(),
+            };
+            tables.vips.insert(vip(*last), row);
+            let backends = backends
+                .iter()
+                .map(|(n, last, eligible)| backend(&format!("ironic-{n}"), *last, *eligible));
+            let row = PortRow {
+                service: "metal3/ironic".to_owned(),
+                port_name: "api".to_owned(),
+                slot: None,
+                seed: 1,
+                client_affinity: false,
+                backends: backends.collect(),
+            };
+            tables.ports.insert((vip(*last), *port), row);
+        }
+        tables
+    }
+
+    /// The agent's side of the maps, with a check of what must hold after every single write.
+    struct Agent {
+        rows: Rows,
+        leaving: Leaving,
+        now: Duration,
+    }
+
+    impl Agent {
+        fn new() -> Self {
+            let mut rows = Rows::default();
+            rows.uplinks[0].ifindex = 3;
+            Self {
+                rows,
+                leaving: Leaving::new(),
+                now: SECOND,
+            }
+        }
+
+        fn apply(&mut self, tables: &TableSet) -> usize {
+            let placement = tables.vips.keys().map(|vip| (*vip, 0)).collect();
+            let input = Input {
+                tables,
+                placement: &placement,
+                host: &BTreeSet::new(),
+                now: self.now,
+            };
+            let plan = plan(&self.rows, &self.leaving, &input);
+            assert_eq!(plan.notes, Vec::<String>::new());
+            for write in &plan.writes {
+                self.rows.record(write);
+                check(&self.rows);
+            }
+            self.leaving = plan.leaving;
+            plan.writes.len()
+        }
+
+        fn id(&self, instance: &str) -> Option<(u16, u16)> {
+            let rows = self.rows.backends.iter().zip(0..);
+            let mut alive = rows.filter(|(row, _)| row.flags & BACKEND_ALIVE != 0);
+            let found = alive.find(|(_, index)| {
+                self.rows.backend_info[usize::from(*index)].instance == to_name(instance)
+            });
+            found.map(|(row, index)| (index, row.generation))
+        }
+    }
+
+    /// What a packet must be able to rely on at any moment.
+    fn check(rows: &Rows) {
+        for (key, service) in &rows.services {
+            assert_eq!(service.version, service.version_tail);
+            let info = &rows.port_info[usize::from(service.id)];
+            assert!(info.vip_port == *key, "a service's id names it");
+            for candidate in &service.candidates[..service.count as usize] {
+                let row = rows.backends[backend_index(candidate.backend) as usize];
+                assert_eq!(row.generation, backend_generation(candidate.backend));
+                assert_eq!(row.service, service.id);
+                assert_eq!(row.flags, BACKEND_ALIVE | BACKEND_ELIGIBLE);
+                let pod = ServiceKey::new(row.addr, row.port);
+                let pod_port = rows.pod_ports.get(&pod).expect("its replies are known");
+                assert!(pod_port.vip_ports[..pod_port.count as usize].contains(key));
+            }
+        }
+        for backend in &rows.backends {
+            assert!(backend.flags & BACKEND_ELIGIBLE == 0 || backend.flags & BACKEND_ALIVE != 0);
+        }
+        for addr in rows.pods.keys() {
+            assert!(rows.control.pod_filter.may_contain(addr.v4_raw()));
+        }
+        for (addr, vip) in &rows.vips {
+            let uplink = &rows.uplinks[vip.uplink as usize];
+            assert!(uplink.vip_filter.may_contain(addr.v4_raw()));
+        }
+        let versions: HashSet<u32> = rows.services.values().map(|s| s.version).collect();
+        assert_eq!(versions.len(), rows.services.len(), "no two are alike");
+    }
+
+    #[test]
+    fn nothing_is_written_twice() {
+        let mut agent = Agent::new();
+        let wanted = tables(&[(2, 6385, &[(0, 10, true), (1, 11, false)])]);
+        assert!(agent.apply(&wanted) > 0);
+        assert_eq!(agent.apply(&wanted), 0);
+    }
+
+    #[test]
+    fn a_backend_is_gone_two_seconds_after_it_left_and_its_index_gets_a_new_generation() {
+        let mut agent = Agent::new();
+        let both = tables(&[(2, 6385, &[(0, 10, true), (1, 11, true)])]);
+        let one = tables(&[(2, 6385, &[(0, 10, true)])]);
+        agent.apply(&both);
+        let (index, generation) = agent.id("ironic-1").expect("alive");
+        agent.apply(&one);
+        agent.now += SECOND;
+        agent.apply(&one);
+        assert_eq!(agent.id("ironic-1"), Some((index, generation)));
+        agent.now += SECOND;
+        agent.apply(&one);
+        assert_eq!(agent.id("ironic-1"), None);
+        let third = tables(&[(2, 6385, &[(0, 10, true), (2, 12, true)])]);
+        agent.apply(&third);
+        assert_eq!(agent.id("ironic-2"), Some((index, generation + 1)));
+    }
+
+    #[test]
+    fn a_flap_of_a_whole_service_keeps_port_id_backends_and_vip() {
+        let mut agent = Agent::new();
+        let wanted = tables(&[(2, 6385, &[(0, 10, true)]), (3, 80, &[])]);
+        agent.apply(&wanted);
+        let before = agent.id("ironic-0");
+        agent.apply(&tables(&[(3, 80, &[]), (3, 81, &[])]));
+        assert!(
+            agent.rows.vips.contains_key(&vip(2).into()),
+            "its flows go on"
+        );
+        assert!(!agent.rows.services.contains_key(&service_key(vip(2), 6385)));
+        agent.now += SECOND;
+        agent.apply(&wanted);
+        assert_eq!(agent.id("ironic-0"), before);
+        agent.apply(&tables(&[]));
+        agent.now += 2 * SECOND;
+        agent.apply(&tables(&[]));
+        assert!(agent.rows.vips.is_empty() && agent.rows.pods.is_empty());
+        assert!(
+            agent
+                .rows
+                .port_info
+                .iter()
+                .all(|info| info.vip_port.port == 0)
+        );
+        assert!(agent.rows.uplinks[0].vip_filter == Filter::default());
+    }
+
+    #[test]
+    fn another_pod_on_the_address_ends_the_former_one_at_once() {
+        let mut agent = Agent::new();
+        agent.apply(&tables(&[(2, 6385, &[(0, 10, true)])]));
+        let (index, _) = agent.id("ironic-0").expect("alive");
+        agent.apply(&tables(&[(2, 6385, &[(1, 10, true)])]));
+        assert_eq!(agent.id("ironic-0"), None);
+        assert_ne!(agent.id("ironic-1").expect("alive").0, index);
+        assert!(agent.leaving.is_empty());
+    }
+
+    #[test]
+    fn a_torn_start_is_mended() {
+        let mut agent = Agent::new();
+        // A backend of a VIP port that nothing names, and one beyond the range of ids.
+        for (index, service) in [(5, 9), (6, u16::MAX)] {
+            agent.rows.backends[index] = Backend {
+                addr: Addr::from(vip(200)),
+                port: 1,
+                service,
+                generation: 4,
+                flags: BACKEND_ALIVE,
+            };
+        }
+        agent.apply(&tables(&[(2, 6385, &[(0, 10, true)])]));
+        assert_eq!(agent.rows.backends[5].flags, 0);
+        assert_eq!(agent.rows.backends[6].flags, 0);
+    }
+
+    #[test]
+    fn more_vip_ports_than_ids_are_reported_and_the_rest_is_served() {
+        let ports: Vec<Port<'_>> = (0..=MAX_PORTS as u16)
+            .map(|n| (2, 1000 + n, &[][..]))
+            .collect();
+        let tables = tables(&ports);
+        let input = Input {
+            tables: &tables,
+            placement: &[(vip(2), 0)].into(),
+            host: &BTreeSet::new(),
+            now: SECOND,
+        };
+        let plan = plan(&Rows::default(), &Leaving::new(), &input);
+        assert_eq!(plan.notes.len(), 1);
+        assert!(
+            plan.notes[0].contains("172.22.0.2:2024"),
+            "{}",
+            plan.notes[0]
+        );
+    }
+
+    /// As [`Port`], but owned.
+    type Ports = Vec<(u8, u16, Vec<(u8, u8, bool)>)>;
+
+    fn any_tables() -> impl Strategy<Value = Ports> {
+        let backends = prop::collection::btree_map(0..5_u8, any::<bool>(), 0..5);
+        let with_address = |(n, eligible)| (n, 10 + n, eligible);
+        let backends = backends.prop_map(move |map| map.into_iter().map(with_address).collect());
+        prop::collection::vec((2..4_u8, 80..83_u16, backends), 0..5)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn no_write_of_any_history_shows_a_half_state(
+            history in prop::collection::vec((any_tables(), 0..3_u64), 1..8),
+        ) {
+            let mut agent = Agent::new();
+            for (ports, seconds) in history {
+                let ports: Vec<_> = ports.iter().map(|(v, p, b)| (*v, *p, b.as_slice())).collect();
+                let wanted = tables(&ports);
+                agent.now += SECOND * seconds as u32;
+                agent.apply(&wanted);
+                prop_assert_eq!(agent.apply(&wanted), 0);
+                for (place, row) in &wanted.ports {
+                    let service = &agent.rows.services[&service_key(place.0, place.1)];
+                    let eligible = row.backends.iter().filter(|b| b.eligible).count();
+                    prop_assert_eq!(service.count as usize, eligible);
+                }
+            }
+        }
+    }
+}

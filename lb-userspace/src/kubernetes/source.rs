@@ -1,8 +1,6 @@
 //! The pieces put together: what the agent sees of Kubernetes.
 
-use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,7 +19,7 @@ use super::translate::translate;
 use super::watch::{self as watches, Watches, wait_after};
 use super::writer::{MANAGER, PATIENCE, Published, SERVED, ServedMap, Writer, within};
 use crate::config::source::FileSource;
-use crate::config::{ClusterConfig, ConfigError, parse_cluster};
+use crate::config::{ClusterConfig, ConfigError};
 use crate::desired::DesiredState;
 use crate::tables::TableSet;
 
@@ -77,9 +75,6 @@ pub enum SourceError {
     /// The API's client could not be made.
     #[error("cannot make a client of the Kubernetes API: {0}")]
     Client(#[from] kube::Error),
-    /// The file.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
 }
 
 /// Kubernetes as a source: the file says which VIPs there are, the API which Services.
@@ -90,7 +85,7 @@ pub struct Source {
     watches: Watches,
     status: Arc<Status>,
     published: watch::Sender<Option<Arc<Published>>>,
-    served: watch::Sender<ServedMap>,
+    served: watch::Sender<Option<ServedMap>>,
     election: Arc<Mutex<Election>>,
     tasks: Vec<AbortHandle>,
     /// Since when the change that is being served was known, and when the work on it began.
@@ -105,9 +100,8 @@ impl Drop for Source {
 }
 
 impl Source {
-    /// Reads the file and begins to watch and to stand for the election. To be called on a runtime.
-    pub fn open(path: PathBuf, options: Options) -> Result<Self, SourceError> {
-        let (file, config) = FileSource::open(path, parse_cluster)?;
+    /// Begins to watch and to stand for the election. To be called on a runtime.
+    pub fn start(file: FileSource<ClusterConfig>, config: ClusterConfig, options: Options) -> Self {
         let Options {
             client,
             namespace,
@@ -120,7 +114,7 @@ impl Source {
         watches.follow(&config);
         let leases: Api<Lease> = Api::namespaced(client.clone(), &namespace);
         let (published, published_receiver) = watch::channel(None);
-        let (served, served_receiver) = watch::channel(ServedMap::new());
+        let (served, served_receiver) = watch::channel(None);
         let (leads, leads_until) = watch::channel(None);
         let election = Election::new(leases.clone(), WRITER_LEASE, &node, lease);
         let election = Arc::new(Mutex::new(election));
@@ -131,7 +125,7 @@ impl Source {
             tokio::spawn(writer.run()).abort_handle(),
             tokio::spawn(state(leases, node.clone(), served_receiver)).abort_handle(),
         ];
-        Ok(Self {
+        Self {
             file,
             config: Arc::new(config),
             node,
@@ -143,7 +137,7 @@ impl Source {
             tasks,
             changed: None,
             gather: GATHER,
-        })
+        }
     }
 
     /// What is known of the API's state.
@@ -152,7 +146,12 @@ impl Source {
     }
 
     /// The file.
-    pub fn file(&mut self) -> &mut FileSource<ClusterConfig> {
+    pub fn file(&self) -> &FileSource<ClusterConfig> {
+        &self.file
+    }
+
+    /// The file.
+    pub fn file_mut(&mut self) -> &mut FileSource<ClusterConfig> {
         &mut self.file
     }
 
@@ -186,7 +185,7 @@ impl Source {
         let config = self.file.news()?;
         let is_new = config.is_some();
         if let Some(config) = config {
-            info!("{} is good", self.file.path().display());
+            info!("{} has changed and is good", self.file.path().display());
             self.watches.follow(&config);
             self.config = Arc::new(config);
         }
@@ -223,9 +222,10 @@ impl Source {
                 served.entry(*vip).or_default().insert(row.service.clone());
             }
         }
+        // The first one always: an earlier agent may have told more.
         self.served.send_if_modified(|last| {
-            let is_new = *last != served;
-            *last = served;
+            let is_new = last.as_ref() != Some(&served);
+            *last = Some(served);
             is_new
         });
         if let Some((since, begun)) = self.changed.take() {
@@ -289,13 +289,13 @@ async fn stand(
 }
 
 /// States for ever, in a Lease of this agent's own, what its maps hold.
-async fn state(leases: Api<Lease>, node: String, mut served: watch::Receiver<ServedMap>) {
+async fn state(leases: Api<Lease>, node: String, mut served: watch::Receiver<Option<ServedMap>>) {
     let name = format!("ironlb-agent-{node}");
     let params = PatchParams::apply(MANAGER).force();
     let mut failures = 0;
     while served.changed().await.is_ok() {
         loop {
-            let now: BTreeMap<_, _> = served.borrow_and_update().clone();
+            let now = served.borrow_and_update().clone().unwrap_or_default();
             let lease = json!({
                 "apiVersion": "coordination.k8s.io/v1",
                 "kind": "Lease",

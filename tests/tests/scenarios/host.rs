@@ -1,12 +1,14 @@
 //! What is the node's own stays the node's: its address, and what a VIP passes to it.
 
-use std::io::{Read, Write};
-use std::net::{Ipv4Addr, TcpListener, UdpSocket};
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, UdpSocket};
 use std::time::Duration;
 
-use ironlb_tests::{API_PORT, VIP};
+use etherparse::{IcmpEchoHeader, Icmpv4Header, Icmpv4Type, SlicedPacket, TransportSlice};
+use ironlb_tests::{API_PORT, Host, VIP};
 use lb_common::verdict::Verdict;
 use serde_json::json;
+use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::scene::{Mode, Scene, connect, get, in_both_modes};
 
@@ -18,17 +20,7 @@ in_both_modes!(
 fn the_nodes_own_address_is_untouched(mode: Mode) {
     let scene = Scene::new(mode);
     let (host, node) = (scene.host(), scene.node());
-    let ping = [
-        "ping",
-        "-c",
-        "2",
-        "-i",
-        "0.2",
-        "-W",
-        "1",
-        &node.address.to_string(),
-    ];
-    host.namespace.exec(ping).expect("ping");
+    assert!(ping(host, node.address), "the node does not answer");
     // The same port as on the VIP, and one like ssh's.
     for port in [API_PORT, 22] {
         let server = node
@@ -68,9 +60,34 @@ fn the_nodes_own_address_is_untouched(mode: Mode) {
         .recv_from(&mut [0; 16])
         .expect("the question arrives");
     // Hosts among themselves.
-    let other = scene.lab.hosts[1].address.to_string();
-    let ping = ["ping", "-c", "1", "-W", "1", &other];
-    host.namespace.exec(ping).expect("ping");
+    let other = scene.lab.hosts[1].address;
+    assert!(ping(host, other), "the other host does not answer");
+}
+
+/// Whether `target` answers an echo request.
+fn ping(host: &Host, target: Ipv4Addr) -> bool {
+    let socket = host.namespace.enter(|| -> io::Result<Socket> {
+        let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::ICMPV4))?;
+        socket.connect(&SocketAddrV4::new(target, 0).into())?;
+        Ok(socket)
+    });
+    let socket = socket.expect("namespace").expect("socket");
+    let limit = Duration::from_secs(2);
+    socket.set_read_timeout(Some(limit)).expect("timeout");
+    let echo = IcmpEchoHeader { id: 7, seq: 1 };
+    let payload = b"ironlb";
+    let header = Icmpv4Header::with_checksum(Icmpv4Type::EchoRequest(echo), payload);
+    let mut request = header.to_bytes().to_vec();
+    request.extend_from_slice(payload);
+    socket.send(&request).expect("send");
+    let mut packet = [0; 128];
+    (&socket).read(&mut packet).is_ok_and(|length| {
+        let answer = SlicedPacket::from_ip(&packet[..length]).expect("IP");
+        let Some(TransportSlice::Icmpv4(answer)) = answer.transport else {
+            return false;
+        };
+        answer.header().icmp_type == Icmpv4Type::EchoReply(echo)
+    })
 }
 
 fn listed_protocols_of_the_vip_reach_the_host_and_others_do_not(mode: Mode) {

@@ -1,11 +1,14 @@
 //! Who serves which port of the VIP, and what happens to the ports that nobody serves.
 
 use std::collections::BTreeMap;
-use std::io;
+use std::io::{self, Read, Write};
+use std::net::SocketAddrV4;
 use std::time::{Duration, Instant};
 
 use ironlb_tests::{API_PORT, RPC_PORT, VIP};
 use lb_common::verdict::Verdict;
+use serde_json::json;
+use socket2::{Domain, Socket, Type};
 
 use crate::scene::{Mode, Scene, connect, get, in_both_modes};
 
@@ -59,19 +62,36 @@ fn an_instance_port_reaches_its_instance_and_never_another(mode: Mode) {
         let right = codes.lines().filter(|line| *line == "200 1").count();
         assert_eq!(right, 100, "{}: {codes}", pod.instance);
     }
-    // The same client port to two VIP ports is two flows; both lead where they should.
-    let local = ["--local-port", "33333"];
-    for pod in &scene.node().pods {
-        let url = format!("http://{VIP}:{}{}", pod.instance_port(), pod.own_path());
-        let words = ["curl", "-sS", "-f", "--max-time", "3", &url];
-        let answer = scene.host().namespace.exec(words.iter().chain(&local));
+    // One client port, three VIP ports at the same time: three flows.
+    let flows = scene.node().pods.iter().map(|pod| {
+        let target = SocketAddrV4::new(VIP, pod.instance_port());
+        let connected = scene.host().namespace.enter(|| -> io::Result<Socket> {
+            let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+            socket.set_reuse_address(true)?;
+            socket.bind(&SocketAddrV4::new(scene.host().address, 33333).into())?;
+            socket.set_read_timeout(Some(Duration::from_secs(2)))?;
+            socket.connect_timeout(&target.into(), Duration::from_secs(2))?;
+            Ok(socket)
+        });
+        (pod, connected.expect("namespace").expect("connect"))
+    });
+    for (pod, mut flow) in flows.collect::<Vec<_>>() {
+        let request = format!("GET {} HTTP/1.0\r\n\r\n", pod.own_path());
+        flow.write_all(request.as_bytes()).expect("send");
+        let mut answer = String::new();
+        flow.read_to_string(&mut answer).expect("receive");
         let expected = format!("boot image of {}\n", pod.instance);
-        assert_eq!(answer.expect("answer"), expected);
+        assert!(answer.ends_with(&expected), "{answer}");
     }
 }
 
 fn ports_that_nobody_serves_are_refused_at_once(mode: Mode) {
-    let scene = Scene::new(mode);
+    let scene = Scene::with(mode, mode.builder(), |config| {
+        let services = config["services"].as_array_mut().expect("services");
+        services.push(json!({
+            "name": "empty", "vip": VIP, "ports": [{"name": "http", "port": 8080}], "backends": [],
+        }));
+    });
     // An address resolution would count as delay.
     get(&scene.host().namespace, VIP, API_PORT, "/").expect("the VIP is there");
     let refused = |port: u16| {
@@ -96,11 +116,10 @@ fn ports_that_nobody_serves_are_refused_at_once(mode: Mode) {
     };
     let (service, backend) = (Verdict::RefusedNoService, Verdict::RefusedNoBackend);
     let before = [scene.count(service), scene.count(backend)];
-    // JSON-RPC listens in every pod; ssh listens nowhere.
+    // JSON-RPC listens in every pod; an instance port without an instance is nobody's.
     refused(RPC_PORT);
-    refused(22);
-    // An instance port without an instance.
     refused(6203);
+    refused(8080);
     let after = [scene.count(service), scene.count(backend)];
     assert_eq!(after, [before[0] + 10, before[1] + 5]);
 }

@@ -1,0 +1,185 @@
+//! `ironlb status`: what serves, whether the agent lives, and how packets end.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use serde::Serialize;
+
+use super::{Output, OutputArgument, ago, count, emit, emit_json, or_dash, table};
+use crate::dataplane::AttachedMode;
+use crate::dataplane::read::{
+    ControlView, FlowFilter, FlowState, Reader, UplinkView, VerdictView, VipView,
+};
+
+/// Show what serves, whether the agent lives, and how packets ended.
+///
+/// Reads the pinned maps alone, so it works with the agent dead.
+#[derive(clap::Args)]
+#[command(after_help = "\
+Exit codes: 0 something is loaded, 1 error, 3 nothing is loaded at that root.
+
+Examples:
+  ironlb status
+  ironlb status -o json | jq .agent.agent_running
+  ironlb counters                      what each of the counters means")]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    output: OutputArgument,
+}
+
+#[derive(Serialize)]
+struct Report {
+    agent: ControlView,
+    uplinks: Vec<UplinkView>,
+    vips: Vec<VipView>,
+    flows: Flows,
+    /// Those that happened.
+    verdicts: Vec<VerdictView>,
+}
+
+#[derive(Serialize, Default)]
+struct Flows {
+    living: usize,
+    young: usize,
+    closing: usize,
+    refused: usize,
+}
+
+pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCode> {
+    let reader = Reader::open(bpffs)?;
+    let mut flows = Flows::default();
+    for flow in reader.flows(&FlowFilter::default())? {
+        *match flow.state {
+            FlowState::Living => &mut flows.living,
+            FlowState::Young => &mut flows.young,
+            FlowState::Closing => &mut flows.closing,
+            FlowState::Refused => &mut flows.refused,
+        } += 1;
+    }
+    let mut verdicts = reader.verdicts()?;
+    verdicts.retain(|verdict| verdict.packets > 0);
+    let report = Report {
+        agent: reader.control()?,
+        uplinks: reader.uplinks()?,
+        vips: reader.vips()?,
+        flows,
+        verdicts,
+    };
+    match arguments.output.output {
+        Output::Json => emit_json(&report)?,
+        Output::Table => emit(&describe(&report))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn describe(report: &Report) -> String {
+    let Report {
+        agent,
+        uplinks,
+        vips,
+        flows,
+        verdicts,
+    } = report;
+    let verdicts = verdicts
+        .iter()
+        .map(|verdict| [verdict.verdict.to_owned(), count(verdict.packets)]);
+    [
+        describe_agent(agent, flows),
+        table(
+            &[
+                "UPLINK",
+                "MODE",
+                "MAC",
+                "VLAN",
+                "GATEWAY",
+                "DIRECT TO PODS",
+                "PROGRAMS",
+            ],
+            uplinks.iter().map(uplink_row),
+        ),
+        table(
+            &[
+                "VIP",
+                "UPLINK",
+                "ANNOUNCED",
+                "REFUSAL",
+                "PASSED TO THE HOST",
+            ],
+            vips.iter().map(vip_row),
+        ),
+        table(&["VERDICT", "PACKETS"], verdicts),
+    ]
+    .join("\n\n")
+}
+
+fn describe_agent(agent: &ControlView, flows: &Flows) -> String {
+    let mut lines = Vec::new();
+    if agent.agent_running {
+        let started = agent.agent_started_seconds;
+        let started = started.map_or_else(String::new, |s| format!(", started {} ago", ago(s)));
+        lines.push(format!(
+            "agent    runs (process {}, version {}{started})",
+            agent.agent_pid, agent.agent_version
+        ));
+    } else {
+        lines.push("agent    does not run; the data plane serves what it wrote last".to_owned());
+    }
+    if let Some(seconds) = agent.synced_seconds {
+        lines.push(format!("tables   written {} ago", ago(seconds)));
+    }
+    lines.push(format!(
+        "flows    {} living of {}{}, {} young and {} closing of {}, {} refused",
+        flows.living,
+        agent.living_capacity,
+        match agent.living_full {
+            true => " (full: new flows are refused)",
+            false => "",
+        },
+        flows.young,
+        flows.closing,
+        agent.young_capacity,
+        flows.refused,
+    ));
+    lines.join("\n")
+}
+
+fn uplink_row(uplink: &UplinkView) -> [String; 7] {
+    let programs = uplink.programs.iter();
+    let programs = programs.map(|link| format!("{}:{}", link.hook, link.program));
+    [
+        uplink.interface.clone(),
+        match uplink.mode {
+            AttachedMode::Native => "native",
+            AttachedMode::Tc => "tc",
+            AttachedMode::Egress => "replies only",
+        }
+        .to_owned(),
+        uplink.mac.clone(),
+        or_dash(uplink.vlan),
+        or_dash(uplink.gateway),
+        match uplink.bypass_drop {
+            true => "dropped",
+            false => "allowed",
+        }
+        .to_owned(),
+        programs.collect::<Vec<_>>().join(" "),
+    ]
+}
+
+fn vip_row(vip: &VipView) -> [String; 5] {
+    [
+        vip.address.to_string(),
+        vip.interface.clone(),
+        match (vip.external, vip.answering) {
+            (true, _) => "by others",
+            (false, true) => "here",
+            (false, false) => "no",
+        }
+        .to_owned(),
+        vip.refuse.clone(),
+        match &vip.pass[..] {
+            [] => "-".to_owned(),
+            pass => pass.join(" "),
+        },
+    ]
+}

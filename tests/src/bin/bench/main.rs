@@ -1,0 +1,61 @@
+//! The bench: what the data plane costs; `cargo xtask bench` builds and runs it.
+//!
+//! A packet by itself, by `BPF_PROG_TEST_RUN` of the real object; and traffic in laboratories of the same shape with
+//! and without ironlb, as ratios to plain routing.
+
+mod nftables;
+mod packets;
+mod statistics;
+mod traffic;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result};
+use clap::Parser;
+use serde_json::json;
+
+#[derive(Parser)]
+struct Options {
+    /// Write the figures to this file as well.
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Fewer rounds.
+    #[arg(long)]
+    quick: bool,
+}
+
+fn main() -> ExitCode {
+    match measure(Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("\nthe bench cannot go on: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn measure(Options { json: file, quick }: Options) -> Result<()> {
+    println!(
+        "ironlb bench on Linux {}\n",
+        rustix::system::uname().release().to_string_lossy()
+    );
+    let (per_packet, instructions) = packets::measure(if quick { 5 } else { 15 })?;
+    let ratios = traffic::measure(if quick { 5 } else { 20 })?;
+    if let Some(file) = file {
+        let all = json!({
+            "per_packet_ns": per_packet,
+            "ratio_to_routing": ratios,
+            "instructions": instructions,
+        });
+        std::fs::write(&file, format!("{all:#}\n"))
+            .with_context(|| format!("write {}", file.display()))?;
+        println!("\nfigures are in {}", file.display());
+    }
+    Ok(())
+}
+
+/// Whether a goal is reached: missed only when the whole interval lies on the wrong side.
+fn judge(met: bool) -> &'static str {
+    if met { "met" } else { "MISSED" }
+}

@@ -1,0 +1,492 @@
+//! Traffic in laboratories of one shape: plain routing, the same once more (control), ironlb in `native` and `tc`, and
+//! nftables. All are up at the same time and are measured in turn, so that each ratio compares neighbours in time.
+
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, Shutdown, SocketAddrV4, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use comfy_table::Table;
+use ironlb_tests::{API_PORT, Agent, IMAGE_PORT, Image, Laboratory, Pod, VIP};
+use serde_json::{Map, Value, json};
+
+use crate::statistics::{Estimate, median};
+use crate::{judge, nftables};
+
+/// How long a download runs before it is measured: slow start, and the window's growth.
+const RAMP: Duration = Duration::from_millis(200);
+/// How long it is measured.
+const DOWNLOAD: Duration = Duration::from_millis(1200);
+/// How long connections are made.
+const CONNECTIONS: Duration = Duration::from_millis(1000);
+/// How many clients make connections at a time.
+const CLIENTS: usize = 4;
+/// Requests that a download sends ahead: more than it can receive in its time.
+const REQUESTS: usize = 500;
+/// Seconds a second of other work that still make a quiet machine.
+const QUIET: f64 = 0.1;
+/// Resolution of /proc/stat, spread over a download.
+const TICK: f64 = 0.01;
+/// Least ratio to plain routing, of downloads and connections.
+const GOAL_TRAFFIC: f64 = 0.95;
+/// Greatest ratio of CPU per GiB.
+const GOAL_CPU: f64 = 1.05;
+
+/// What is in the way of the traffic.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Variant {
+    Routing,
+    Control,
+    Native,
+    Tc,
+    Nftables,
+}
+
+impl Variant {
+    const ALL: [Self; 5] = [
+        Self::Routing,
+        Self::Control,
+        Self::Native,
+        Self::Tc,
+        Self::Nftables,
+    ];
+
+    /// Name in the JSON.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Routing => "routing",
+            Self::Control => "control",
+            Self::Native => "native",
+            Self::Tc => "tc",
+            Self::Nftables => "nftables",
+        }
+    }
+
+    /// Whether the clients dial the VIP; else the pods.
+    fn has_vip(self) -> bool {
+        !matches!(self, Self::Routing | Self::Control)
+    }
+}
+
+/// A laboratory under measurement.
+struct Bed {
+    variant: Variant,
+    laboratory: Laboratory,
+    /// Serves while it lives.
+    _agent: Option<Agent>,
+}
+
+impl Bed {
+    fn build(variant: Variant) -> Result<Self> {
+        let laboratory = Laboratory::builder()
+            .complete_checksums(true)
+            .image_mib(64)
+            .build()?;
+        let node = &laboratory.nodes[0];
+        // Real NICs segment in hardware; the frames that the programs see on their way in stay complete.
+        node.namespace
+            .exec(["ethtool", "-K", node.uplink, "tx", "on"])?;
+        let agent = match variant {
+            Variant::Routing | Variant::Control => {
+                laboratory.route_to_pods(&laboratory.hosts[0])?;
+                None
+            }
+            Variant::Native | Variant::Tc => {
+                Some(Agent::start(node, &laboratory.config(variant.name()))?)
+            }
+            Variant::Nftables => {
+                nftables::program(node)?;
+                None
+            }
+        };
+        Ok(Self {
+            variant,
+            laboratory,
+            _agent: agent,
+        })
+    }
+
+    fn pods(&self) -> &[Pod] {
+        &self.laboratory.nodes[0].pods
+    }
+
+    /// Where the image comes from for the client of that number: the pods in turn, by their own ports on the VIP.
+    fn image(&self, number: usize) -> SocketAddrV4 {
+        let pod = &self.pods()[number % self.pods().len()];
+        if self.variant.has_vip() {
+            SocketAddrV4::new(VIP, pod.instance_port())
+        } else {
+            SocketAddrV4::new(pod.address, IMAGE_PORT)
+        }
+    }
+
+    /// Where the connection of that number goes: the port of all pods, or the pods in turn.
+    fn api(&self, number: usize) -> SocketAddrV4 {
+        let address: Ipv4Addr = if self.variant.has_vip() {
+            VIP
+        } else {
+            self.pods()[number % self.pods().len()].address
+        };
+        SocketAddrV4::new(address, API_PORT)
+    }
+
+    fn enter<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T> {
+        self.laboratory.hosts[0].namespace.enter(work)
+    }
+}
+
+/// A figure that is measured.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Metric {
+    Download1,
+    Download8,
+    Connections,
+    CpuPerGib,
+}
+
+impl Metric {
+    const ALL: [Self; 4] = [
+        Self::Download1,
+        Self::Download8,
+        Self::Connections,
+        Self::CpuPerGib,
+    ];
+
+    /// Name in the JSON.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Download1 => "download_1",
+            Self::Download8 => "download_8",
+            Self::Connections => "connections",
+            Self::CpuPerGib => "cpu_per_gib",
+        }
+    }
+
+    fn heading(self) -> &'static str {
+        match self {
+            Self::Download1 => "download, 1 flow",
+            Self::Download8 => "download, 8 flows",
+            Self::Connections => "new connections/s",
+            Self::CpuPerGib => "CPU per GiB",
+        }
+    }
+
+    fn unit(self, value: f64) -> String {
+        match self {
+            Self::Download1 | Self::Download8 => format!("{:.2} GiB/s", value),
+            Self::Connections => format!("{value:.0} /s"),
+            Self::CpuPerGib => format!("{value:.3} s"),
+        }
+    }
+
+    /// Whether an estimate of the ratio reaches the goal, or may.
+    fn met(self, ratio: Estimate) -> bool {
+        match self {
+            Self::CpuPerGib => ratio.lo <= GOAL_CPU,
+            _ => ratio.hi >= GOAL_TRAFFIC,
+        }
+    }
+}
+
+/// Samples by round of one laboratory.
+#[derive(Default)]
+struct Samples {
+    of: [Vec<f64>; Metric::ALL.len()],
+}
+
+/// Measures all laboratories in `rounds` rounds; the JSON of the ratios to plain routing.
+pub fn measure(rounds: usize) -> Result<Value> {
+    println!(
+        "laying out {} laboratories of the same shape …",
+        Variant::ALL.len()
+    );
+    let beds = Variant::ALL
+        .into_iter()
+        .map(|variant| {
+            Bed::build(variant)
+                .with_context(|| format!("lay out the laboratory for {}", variant.name()))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let idle = idle()?;
+    println!("idle, the machine is busy for {idle:.3} s a second; {rounds} rounds begin …");
+    if idle > QUIET {
+        println!(
+            "WARNING: other work is going on here; it is in every figure below, in CPU per GiB above all"
+        );
+    }
+
+    // Not measured: neighbours, page cache, nginx's first steps.
+    for bed in &beds {
+        download(bed, 1)?;
+        connections(bed)?;
+    }
+    let begin = Instant::now();
+    let mut samples: Vec<Samples> = beds.iter().map(|_| Samples::default()).collect();
+    for round in 0..rounds {
+        // Another first one in each round: what precedes a sample must not always be the same.
+        let order = || (0..beds.len()).map(|at| (at + round) % beds.len());
+        for at in order() {
+            let Sample { rate, busy } = download(&beds[at], 1)?;
+            push(&mut samples[at], Metric::Download1, rate);
+            push(
+                &mut samples[at],
+                Metric::CpuPerGib,
+                (busy - idle).max(TICK) / rate,
+            );
+        }
+        for at in order() {
+            push(
+                &mut samples[at],
+                Metric::Download8,
+                download(&beds[at], 8)?.rate,
+            );
+        }
+        for at in order() {
+            push(
+                &mut samples[at],
+                Metric::Connections,
+                connections(&beds[at])?,
+            );
+        }
+        println!(
+            "    round {} of {rounds}, {} s",
+            round + 1,
+            begin.elapsed().as_secs()
+        );
+    }
+    Ok(report(&beds, &samples))
+}
+
+fn push(samples: &mut Samples, metric: Metric, value: f64) {
+    samples.of[metric as usize].push(value);
+}
+
+fn report(beds: &[Bed], samples: &[Samples]) -> Value {
+    let mut table = Table::new();
+    table.load_style(comfy_table::presets::ASCII_MARKDOWN);
+    let mut header = vec!["ratio to plain routing: median [90 % interval]".to_owned()];
+    header.extend(Metric::ALL.map(|metric| metric.heading().to_owned()));
+    table.set_header(header);
+    let routing = &samples[0];
+    let mut row = vec!["plain routing itself".to_owned()];
+    row.extend(Metric::ALL.map(|metric| metric.unit(median(routing.of[metric as usize].clone()))));
+    table.add_row(row);
+    let mut json = Map::new();
+    for (bed, samples) in beds.iter().zip(samples).skip(1) {
+        let mut ratios = Map::new();
+        let mut row = vec![match bed.variant {
+            Variant::Control => "control: plain routing once more".to_owned(),
+            Variant::Native | Variant::Tc => format!("ironlb, {}", bed.variant.name()),
+            variant => variant.name().to_owned(),
+        }];
+        for metric in Metric::ALL {
+            let pairs: Vec<f64> = samples.of[metric as usize]
+                .iter()
+                .zip(&routing.of[metric as usize])
+                .map(|(ours, routing)| ours / routing)
+                .collect();
+            let ratio = Estimate::of(&pairs);
+            ratios.insert(metric.name().to_owned(), ratio.json());
+            let verdict = match bed.variant {
+                Variant::Native | Variant::Tc => judge(metric.met(ratio)),
+                _ => "",
+            };
+            row.push(format!(
+                "{:.2} [{:.2}–{:.2}] {verdict}",
+                ratio.median, ratio.lo, ratio.hi
+            ));
+        }
+        table.add_row(row);
+        json.insert(bed.variant.name().to_owned(), Value::Object(ratios));
+    }
+    println!(
+        "\n{table}\ngoals: downloads and connections ≥ {GOAL_TRAFFIC}, CPU per GiB ≤ {GOAL_CPU}; \
+         missed only when the whole interval is on the wrong side"
+    );
+    json!(json)
+}
+
+/// What a download showed.
+struct Sample {
+    /// GiB a second.
+    rate: f64,
+    /// Seconds a second that the machine's processors were busy.
+    busy: f64,
+}
+
+/// Downloads with some flows at a time.
+fn download(bed: &Bed, flows: usize) -> Result<Sample> {
+    let streams = bed.enter(|| {
+        (0..flows)
+            .map(|number| request(bed.image(number)))
+            .collect::<Result<Vec<_>>>()
+    })??;
+    let received = AtomicU64::new(0);
+    let stopping = AtomicBool::new(false);
+    let sample = std::thread::scope(|scope| {
+        let readers: Vec<_> = streams
+            .iter()
+            .map(|stream| scope.spawn(|| receive(stream, &received, &stopping)))
+            .collect();
+        std::thread::sleep(RAMP);
+        let measured = measure_busy(DOWNLOAD, || received.load(Ordering::Relaxed));
+        stopping.store(true, Ordering::Relaxed);
+        for stream in &streams {
+            // The other end may have closed first, which its reader tells.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        for reader in readers {
+            match reader.join() {
+                Ok(read) => read?,
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        measured
+    })?;
+    let Busy {
+        progress,
+        busy,
+        seconds,
+    } = sample;
+    ensure!(
+        progress > 0,
+        "{}: a download with {flows} flows stands still",
+        bed.variant.name()
+    );
+    Ok(Sample {
+        rate: progress as f64 / f64::from(1 << 30) / seconds,
+        busy: busy / seconds,
+    })
+}
+
+/// Connects, and asks for the image many times over.
+fn request(server: SocketAddrV4) -> Result<TcpStream> {
+    let mut stream = TcpStream::connect_timeout(&server.into(), Duration::from_secs(5))
+        .with_context(|| format!("connect to {server}"))?;
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    let get = format!(
+        "GET {} HTTP/1.1\r\nHost: {}\r\n\r\n",
+        Image::URL_PATH,
+        server.ip()
+    );
+    stream
+        .write_all(get.repeat(REQUESTS).as_bytes())
+        .with_context(|| format!("send requests to {server}"))?;
+    Ok(stream)
+}
+
+/// Reads until told to stop.
+fn receive(mut stream: &TcpStream, received: &AtomicU64, stopping: &AtomicBool) -> Result<()> {
+    let mut buffer = vec![0; 256 * 1024];
+    let mut head = true;
+    loop {
+        match stream.read(&mut buffer) {
+            Ok(length) if length > 0 => {
+                if std::mem::take(&mut head) {
+                    let answer = String::from_utf8_lossy(&buffer[..length.min(16)]).into_owned();
+                    ensure!(
+                        answer.starts_with("HTTP/1.1 200"),
+                        "the answer is {answer:?}"
+                    );
+                }
+                received.fetch_add(length as u64, Ordering::Relaxed);
+            }
+            _ if stopping.load(Ordering::Relaxed) => return Ok(()),
+            Ok(_) => anyhow::bail!("the server closed in mid-download"),
+            Err(error) => return Err(error).context("a download broke"),
+        }
+    }
+}
+
+/// Makes connections, each with a small exchange; how many a second.
+fn connections(bed: &Bed) -> Result<f64> {
+    let begin = Instant::now();
+    let served = std::thread::scope(|scope| {
+        let clients: Vec<_> = (0..CLIENTS)
+            .map(|client| {
+                scope.spawn(move || {
+                    bed.enter(|| -> Result<u64> {
+                        let mut served = 0;
+                        while begin.elapsed() < CONNECTIONS {
+                            exchange(bed.api(client + served as usize))?;
+                            served += 1;
+                        }
+                        Ok(served)
+                    })?
+                })
+            })
+            .collect();
+        clients
+            .into_iter()
+            .map(|client| match client.join() {
+                Ok(served) => served,
+                Err(panic) => std::panic::resume_unwind(panic),
+            })
+            .sum::<Result<u64>>()
+    });
+    let served = served.with_context(|| format!("connections through {}", bed.variant.name()))?;
+    Ok(served as f64 / begin.elapsed().as_secs_f64())
+}
+
+/// One connection that ends as most do: the server closes after its answer, then the client.
+fn exchange(server: SocketAddrV4) -> Result<()> {
+    let mut stream = TcpStream::connect_timeout(&server.into(), Duration::from_secs(5))
+        .with_context(|| format!("connect to {server}"))?;
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    stream
+        .write_all(b"GET / HTTP/1.0\r\n\r\n")
+        .context("send")?;
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).context("receive")?;
+    ensure!(
+        answer.starts_with(b"HTTP/1.1 200"),
+        "the answer of {server} is not 200"
+    );
+    Ok(())
+}
+
+/// What happened while time went by.
+struct Busy {
+    progress: u64,
+    /// Processor seconds.
+    busy: f64,
+    seconds: f64,
+}
+
+/// Lets time go by, and tells how far `progress` got and how busy the machine was.
+fn measure_busy(time: Duration, progress: impl Fn() -> u64) -> Result<Busy> {
+    let (begin, busy, before) = (Instant::now(), busy_seconds()?, progress());
+    std::thread::sleep(time);
+    Ok(Busy {
+        progress: progress() - before,
+        busy: busy_seconds()? - busy,
+        seconds: begin.elapsed().as_secs_f64(),
+    })
+}
+
+/// Seconds a second that the machine is busy by itself.
+fn idle() -> Result<f64> {
+    let idle = (0..5)
+        .map(|_| {
+            let Busy { busy, seconds, .. } = measure_busy(Duration::from_secs(1), || 0)?;
+            Ok(busy / seconds)
+        })
+        .collect::<Result<Vec<_>>>()?;
+    Ok(median(idle))
+}
+
+/// Seconds that the machine's processors have been busy since boot, all together.
+fn busy_seconds() -> Result<f64> {
+    let stat = std::fs::read_to_string("/proc/stat").context("read /proc/stat")?;
+    let line = stat.lines().next().context("/proc/stat is empty")?;
+    // user nice system idle iowait irq softirq steal guest guest_nice; the last two are in the first two.
+    let fields: Vec<u64> = line
+        .split_whitespace()
+        .skip(1)
+        .map_while(|field| field.parse().ok())
+        .collect();
+    ensure!(fields.len() >= 8, "/proc/stat begins with `{line}`");
+    let busy = fields[0] + fields[1] + fields[2] + fields[5] + fields[6] + fields[7];
+    Ok(busy as f64 / rustix::param::clock_ticks_per_second() as f64)
+}

@@ -1,0 +1,53 @@
+//! Binaries of the `ironlb-tests` crate that work in the laboratory: `demo` and `bench`.
+//!
+//! They are children rather than modules because building them takes the eBPF toolchain, which xtask
+//! itself must do without. Whatever happens to one, what it left of its laboratory is removed here.
+
+use anyhow::{Result, bail};
+
+use crate::exec::{Interrupt, Supervised, command, exec, stage, target_directory};
+use crate::setup;
+
+/// Sets the machine up, builds everything, and runs a binary with arguments to its end.
+///
+/// # Errors
+/// When it fails, or the user has interrupted it.
+pub fn run(binary: &str, arguments: &[String]) -> Result<()> {
+    setup::ensure()?;
+    stage(
+        "build ironlb and its laboratory",
+        "a minute or two at first",
+        || {
+            exec(command("cargo").args([
+                "build",
+                "--package",
+                "lb-userspace",
+                "--package",
+                "ironlb-tests",
+            ]))
+        },
+    )?;
+    let target = target_directory()?;
+    let status = Supervised::start(
+        command(target.join(binary))
+            .args(arguments)
+            .env("IRONLB", target.join("ironlb")),
+        Interrupt::Kill,
+    )?
+    .wait();
+    sweep()?;
+    let status = status?;
+    if !status.success() {
+        bail!("the {binary} has failed: see above");
+    }
+    Ok(())
+}
+
+/// Removes laboratories whose owner was killed; those of others that live, and kept ones, stay.
+///
+/// # Errors
+/// When something of them stays; the message says what.
+pub fn sweep() -> Result<()> {
+    // Not supervised: it is what an interrupt leads to.
+    crate::exec::output(command(target_directory()?.join("demo")).arg("--sweep")).map(drop)
+}
