@@ -42,7 +42,9 @@ impl<T> FileSource<T> {
         let watch = Watch::new(&path)
             .inspect_err(|error| {
                 let path = path.display();
-                warn!("cannot watch {path}, so changes are seen when it is looked at only: {error}");
+                warn!(
+                    "cannot watch {path}, so changes are seen when it is looked at only: {error}"
+                );
             })
             .ok();
         let text = read(&path)?;

@@ -73,7 +73,10 @@ impl Election {
             return self.took(made, begun);
         };
         let spec = lease.spec.clone().unwrap_or_default();
-        let holder = spec.holder_identity.clone().filter(|holder| !holder.is_empty());
+        let holder = spec
+            .holder_identity
+            .clone()
+            .filter(|holder| !holder.is_empty());
         let next = if holder.as_ref() == Some(&self.identity) {
             LeaseSpec {
                 renew_time: Some(now()),
@@ -91,7 +94,10 @@ impl Election {
             spec: Some(next),
             ..lease
         };
-        let replaced = self.api.replace(&self.name, &PostParams::default(), &lease).await;
+        let replaced = self
+            .api
+            .replace(&self.name, &PostParams::default(), &lease)
+            .await;
         self.took(replaced, begun)
     }
 
@@ -115,13 +121,17 @@ impl Election {
             }),
             ..lease
         };
-        self.api.replace(&self.name, &PostParams::default(), &lease).await?;
+        self.api
+            .replace(&self.name, &PostParams::default(), &lease)
+            .await?;
         Ok(())
     }
 
     /// Whether the holder has given no sign for as long as its Lease lasts.
     fn has_run_out(&mut self, spec: &LeaseSpec, holder: Option<String>, now: Instant) -> bool {
-        let lasts = spec.lease_duration_seconds.and_then(|s| u64::try_from(s).ok());
+        let lasts = spec
+            .lease_duration_seconds
+            .and_then(|s| u64::try_from(s).ok());
         let lasts = lasts.map_or(self.duration, Duration::from_secs);
         let seen = Seen {
             holder,
@@ -163,7 +173,9 @@ impl Election {
     }
 
     fn seconds(&self) -> i32 {
-        i32::try_from(self.duration.as_secs()).unwrap_or(i32::MAX).max(1)
+        i32::try_from(self.duration.as_secs())
+            .unwrap_or(i32::MAX)
+            .max(1)
     }
 }
 

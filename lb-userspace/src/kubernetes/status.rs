@@ -138,7 +138,9 @@ impl Status {
         let latency = &mut self.inner().latency;
         latency.count += 1;
         latency.sum += took;
-        let mut bounds = LATENCY_BUCKETS_MS.iter().map(|ms| Duration::from_millis(u64::from(*ms)));
+        let mut bounds = LATENCY_BUCKETS_MS
+            .iter()
+            .map(|ms| Duration::from_millis(u64::from(*ms)));
         if let Some(bucket) = bounds.position(|bound| took <= bound) {
             latency.buckets[bucket] += 1;
         }
@@ -185,6 +187,9 @@ mod tests {
         }
         let latency = status.latency();
         assert_eq!(latency.buckets, [1, 0, 0, 2, 0, 0, 0, 0, 0, 0]);
-        assert_eq!((latency.count, latency.sum), (4, Duration::from_millis(3016)));
+        assert_eq!(
+            (latency.count, latency.sum),
+            (4, Duration::from_millis(3016))
+        );
     }
 }

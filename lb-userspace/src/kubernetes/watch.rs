@@ -157,7 +157,11 @@ impl Watches {
         self.status.has_synced(&what).then(|| Snapshot {
             services: self.services.store.state(),
             slices: self.slices.store.state(),
-            pods: self.pods.values().flat_map(|pods| pods.store.state()).collect(),
+            pods: self
+                .pods
+                .values()
+                .flat_map(|pods| pods.store.state())
+                .collect(),
         })
     }
 }
@@ -174,7 +178,9 @@ pub(super) fn agent_leases(
         status: status.clone(),
         sign: sign.clone(),
     };
-    let config = watcher::Config::default().timeout(WATCH_SECONDS).labels(AGENT_LEASES);
+    let config = watcher::Config::default()
+        .timeout(WATCH_SECONDS)
+        .labels(AGENT_LEASES);
     let api = Api::namespaced(client.clone(), namespace);
     (plan.watch(api, "Leases of agents", &config, |_| {}), sign)
 }

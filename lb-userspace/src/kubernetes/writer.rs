@@ -129,7 +129,11 @@ impl Writer {
                 self.written.remove(&key);
                 continue;
             };
-            if self.written.get(&key).is_some_and(|written| written == version) {
+            if self
+                .written
+                .get(&key)
+                .is_some_and(|written| written == version)
+            {
                 // The watch has not brought our own change yet.
                 continue;
             }
@@ -171,7 +175,9 @@ impl Writer {
         };
         debug!("patching the status of Service {namespace}/{name}: {patch}");
         let patch = Patch::Merge(patch);
-        within(api.patch_status(name, &params, &patch)).await.map(drop)
+        within(api.patch_status(name, &params, &patch))
+            .await
+            .map(drop)
     }
 
     async fn tell_gains(&mut self, service: &Service, key: &str, served: &[IpAddr]) -> bool {
@@ -241,9 +247,7 @@ pub(super) enum Failure {
     Timeout,
 }
 
-pub(super) async fn within<T>(
-    call: impl Future<Output = Result<T, Error>>,
-) -> Result<T, Failure> {
+pub(super) async fn within<T>(call: impl Future<Output = Result<T, Error>>) -> Result<T, Failure> {
     match timeout(PATIENCE, call).await {
         Ok(result) => Ok(result?),
         Err(_) => Err(Failure::Timeout),
@@ -261,22 +265,35 @@ fn warning(problem: &Problem) -> Notice {
 fn key(service: &Service) -> String {
     let metadata = &service.metadata;
     let (namespace, name) = (metadata.namespace.as_deref(), metadata.name.as_deref());
-    format!("{}/{}", namespace.unwrap_or_default(), name.unwrap_or_default())
+    format!(
+        "{}/{}",
+        namespace.unwrap_or_default(),
+        name.unwrap_or_default()
+    )
 }
 
 fn version(service: &Service) -> &str {
-    service.metadata.resource_version.as_deref().unwrap_or_default()
+    service
+        .metadata
+        .resource_version
+        .as_deref()
+        .unwrap_or_default()
 }
 
 fn ingress(service: &Service) -> &[LoadBalancerIngress] {
-    let status = service.status.as_ref().and_then(|status| status.load_balancer.as_ref());
+    let status = service
+        .status
+        .as_ref()
+        .and_then(|status| status.load_balancer.as_ref());
     let ingress = status.and_then(|load_balancer| load_balancer.ingress.as_deref());
     ingress.unwrap_or_default()
 }
 
 /// Addresses that its status shows.
 fn shown(service: &Service) -> Vec<IpAddr> {
-    let ips = ingress(service).iter().filter_map(|ingress| ingress.ip.as_deref());
+    let ips = ingress(service)
+        .iter()
+        .filter_map(|ingress| ingress.ip.as_deref());
     ips.filter_map(|ip| ip.parse().ok()).collect()
 }
 
@@ -304,7 +321,9 @@ impl<'a> Serving<'a> {
         let serves = |vip: &&IpAddr| {
             self.agents.iter().any(|(node, served)| {
                 self.translation.is_effective_on(vip, node)
-                    && served.get(*vip).is_some_and(|services| services.contains(key))
+                    && served
+                        .get(*vip)
+                        .is_some_and(|services| services.contains(key))
             })
         };
         outcome.vips.iter().filter(serves).copied().collect()

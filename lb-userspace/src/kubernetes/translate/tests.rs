@@ -25,15 +25,22 @@ fn ip(text: &str) -> IpAddr {
     text.parse().expect("an address")
 }
 
-/// Puts `more` over `value`, member by member.
+/// Puts `more` over `value` as a JSON merge patch does: null removes.
 fn merge(value: &mut Value, more: Value) {
-    match (value, more) {
-        (Value::Object(value), Value::Object(more)) => {
-            for (key, more) in more {
-                merge(value.entry(key).or_insert(Value::Null), more);
-            }
+    let Value::Object(more) = more else {
+        *value = more;
+        return;
+    };
+    if !value.is_object() {
+        *value = json!({});
+    }
+    let members = value.as_object_mut().expect("made one above");
+    for (key, more) in more {
+        if more.is_null() {
+            members.remove(&key);
+        } else {
+            merge(members.entry(key).or_insert(Value::Null), more);
         }
-        (value, more) => *value = more,
     }
 }
 

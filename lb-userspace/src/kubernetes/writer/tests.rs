@@ -57,7 +57,10 @@ fn a_service_shows_the_vips_that_are_served_and_no_others() {
         Some(json!({"metadata": version, "status": {"loadBalancer": {"ingress": null}}}))
     );
     // Whatever else it shows is wrong: the class is ours.
-    let wrong = service(told, json!([{"ip": "172.22.0.2"}, {"hostname": "example.com"}]));
+    let wrong = service(
+        told,
+        json!([{"ip": "172.22.0.2"}, {"hostname": "example.com"}]),
+    );
     assert_eq!(
         patch(&wrong, &served).expect("a patch")["status"],
         json!({"loadBalancer": {"ingress": [vip("172.22.0.2")]}})
@@ -86,7 +89,8 @@ fn a_service_that_left_us_loses_what_we_wrote_and_nothing_else() {
         left: BTreeSet::from([ip("172.22.0.2")]),
         ..Outcome::default()
     };
-    let annotations = json!({ASSIGNED_VIPS: "172.22.0.2", INSTANCE_SLOTS: "{}", "example.com/x": "y"});
+    let annotations =
+        json!({ASSIGNED_VIPS: "172.22.0.2", INSTANCE_SLOTS: "{}", "example.com/x": "y"});
     let others = json!({"ip": "192.0.2.1", "ipMode": "Proxy"});
     let service = service(annotations, json!([vip("172.22.0.2"), others]));
     assert_eq!(
