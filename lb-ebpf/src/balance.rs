@@ -196,6 +196,9 @@ fn young<H: Hook>(
     let bytes = frame_length(ip);
     if flow.state & FLOW_CLOSING == 0 {
         note_client(hook, ip, tcp, flow, bytes);
+        if tcp.flags & TCP_FIN != 0 {
+            flow.client_fin = 1;
+        }
         if tcp.flags & TCP_RST != 0 {
             flow.state |= FLOW_CLOSING | FLOW_CLAIMED;
         }
@@ -255,6 +258,9 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ipv4, tcp: &Tcp, key: &FlowKey) -> Option<V
     let mut flow = flows::young(key, backend, id);
     let bytes = frame_length(ip);
     note_client(hook, ip, tcp, &mut flow, bytes);
+    if tcp.flags & TCP_FIN != 0 {
+        flow.client_fin = 1;
+    }
     if tcp.flags & TCP_RST != 0 {
         flow.state = FLOW_CLOSING | FLOW_CLAIMED;
     }

@@ -110,7 +110,11 @@ fn second_look(hook: &mut Tc, ip: &Ipv4, tcp: &TcpFields, key: &FlowKey) -> Verd
         {
             let _ = LIVING_REPLY.insert(key, &flows::reply_entry(&forward, flow), 0);
             let verdict = Verdict::RepliedRestored;
-            return restore(hook, ip, tcp, &forward, flow, bytes, verdict);
+            let verdict = restore(hook, ip, tcp, &forward, flow, bytes, verdict);
+            if tcp.flags & (TCP_FIN | TCP_RST) != 0 {
+                end(&forward, tcp.flags);
+            }
+            return verdict;
         }
         if let Some(flow) = YOUNG
             .get_ptr_mut(&forward)

@@ -131,7 +131,7 @@ impl Agent {
     pub fn launch(node: &Node) -> Result<Self> {
         let mut agent = Self::spawn(node)?;
         let pid = agent.process.pid();
-        let ready = wait_until("the agent is ready", Duration::from_secs(10), || {
+        let ready = wait_until("the agent is ready", Duration::from_secs(60), || {
             ensure!(agent.process.running()?, "it ended");
             // Maps of a former agent are there from the start: this one's pid must be in them.
             let control = node.maps().control().ok();

@@ -102,7 +102,7 @@ impl Load {
 
 /// One connection that ends as most do: the server closes after its answer, then the client.
 fn exchange(source: SocketAddrV4, target: SocketAddrV4) -> Result<()> {
-    let limit = Duration::from_secs(10);
+    let limit = Duration::from_secs(60);
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None).context("socket")?;
     socket.set_reuse_address(true)?;
     socket.bind(&source.into()).context("bind")?;

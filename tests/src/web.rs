@@ -52,7 +52,7 @@ pub(crate) fn start(
     )?;
     let ready = wait_until(
         &format!("nginx of {instance} listens"),
-        Duration::from_secs(10),
+        Duration::from_secs(60),
         || {
             anyhow::ensure!(nginx.running()?, "nginx ended: {}", nginx.log()?);
             namespace.enter(|| TcpStream::connect((Ipv4Addr::LOCALHOST, API_PORT)).is_ok())

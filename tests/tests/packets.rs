@@ -499,6 +499,32 @@ fn a_flow_that_ends_leaves_the_living_table_without_the_agent() {
     }
 }
 
+#[test]
+fn a_fin_before_the_pods_first_segment_counts() {
+    for name in FORWARD {
+        let mut engine = engine();
+        let syn = run(
+            &mut engine,
+            name,
+            &to_vip(API, TCP_SYN),
+            Verdict::ForwardedNew,
+        );
+        let pod = ends(&syn.frame).1;
+        run(
+            &mut engine,
+            name,
+            &to_vip(API, TCP_FIN | TCP_ACK),
+            Verdict::Forwarded,
+        );
+        let ack = tcp(pod, (CLIENT, PORT), TCP_ACK, b"");
+        run(&mut engine, program::EGRESS, &ack, Verdict::RepliedYoung);
+        assert!(living(&mut engine, API).is_some(), "half closed is living");
+        let fin = tcp(pod, (CLIENT, PORT), TCP_FIN | TCP_ACK, b"");
+        run(&mut engine, program::EGRESS, &fin, Verdict::Replied);
+        assert!(living(&mut engine, API).is_none());
+    }
+}
+
 fn establish_again(engine: &mut Engine, name: &str) {
     let syn = run(engine, name, &to_vip(API, TCP_SYN), Verdict::Forwarded);
     let pod = ends(&syn.frame).1;
@@ -568,6 +594,18 @@ fn a_lost_reply_entry_is_made_again() {
     );
     assert_eq!(ends(&data_out.frame), ((VIP, IMAGES), (CLIENT, PORT)));
     run(&mut engine, program::EGRESS, &data, Verdict::Replied);
+    // Lost just before the pod closes: the flow ends all the same.
+    engine
+        .lose_flow(map::LIVING_REPLY, &reply)
+        .expect("was there");
+    let reset = tcp(pod, (CLIENT, PORT), TCP_RST, b"");
+    run(
+        &mut engine,
+        program::EGRESS,
+        &reset,
+        Verdict::RepliedRestored,
+    );
+    assert!(living(&mut engine, IMAGES).is_none());
 }
 
 #[test]

@@ -29,9 +29,13 @@ pub fn run(Options { filter }: Options) -> Result<()> {
     stage(
         "build everything",
         "programs, agent, laboratory, tests",
+        // Binaries too, with the features that tests ask of their dependencies: the same are used below.
         || {
-            exec(command("cargo").arg("build").args(WORKSPACE))?;
-            exec(command("cargo").args(["test", "--no-run"]).args(WORKSPACE))
+            exec(
+                command("cargo")
+                    .args(["build", "--all-targets"])
+                    .args(WORKSPACE),
+            )
         },
     )?;
     laboratory::sweep()?;

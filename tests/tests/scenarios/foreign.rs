@@ -209,7 +209,7 @@ fn a_foreign_xdp_program_is_named_and_stays() {
     node.write_config(&lab.config("native"))
         .expect("configuration");
     let mut native = Agent::spawn(node).expect("agent");
-    wait_until("native gives up", Duration::from_secs(10), || {
+    wait_until("native gives up", Duration::from_secs(60), || {
         Ok(!native.process.running()?)
     })
     .expect("refusal");

@@ -11,7 +11,7 @@ in_both_modes!(a_second_agent_is_refused_and_unload_leaves_nothing);
 fn a_second_agent_is_refused_and_unload_leaves_nothing(mode: Mode) {
     let mut scene = Scene::new(mode);
     let mut second = Agent::spawn(scene.node()).expect("second agent");
-    wait_until("the second agent gives up", Duration::from_secs(10), || {
+    wait_until("the second agent gives up", Duration::from_secs(60), || {
         Ok(!second.process.running()?)
     })
     .expect("refusal");
