@@ -36,7 +36,7 @@ fn short_connections_leave_room_for_more_without_an_agent(mode: Mode) {
         sources,
         target: SocketAddrV4::new(VIP, API_PORT),
         count: CONNECTIONS,
-        limit: Duration::from_secs(120),
+        limit: Duration::from_secs(240),
         threads: 8,
     };
     let report = load.run(&scene.host().namespace).expect("load");
