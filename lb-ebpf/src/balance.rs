@@ -198,6 +198,11 @@ fn young<H: Hook>(
         note_client(hook, ip, tcp, flow, bytes);
         if tcp.flags & TCP_FIN != 0 {
             flow.client_fin = 1;
+            // The reply path may have made it living meanwhile, without the mark.
+            if let Some(living) = LIVING.get_ptr_mut(key) {
+                // SAFETY: a byte of the map's value.
+                unsafe { (*living).client_fin = 1 };
+            }
         }
         if tcp.flags & TCP_RST != 0 {
             flow.state |= FLOW_CLOSING | FLOW_CLAIMED;

@@ -18,6 +18,8 @@ const YOUNG_GUARD: u64 = 120;
 /// What an insert into a full hash returns (`asm-generic/errno-base.h`). Others tell of contention on a
 /// bucket (EBUSY, EDEADLK, ETIMEDOUT): the flow stays young, and the pod's next segment tries again.
 const E2BIG: i32 = 7;
+/// `BPF_NOEXIST` of `linux/bpf.h`.
+const NOEXIST: u64 = 1;
 
 /// A fresh forward entry.
 #[inline(always)]
@@ -74,6 +76,8 @@ pub fn remove_living(key: &FlowKey, flow: &Flow) {
     let reply = reply_key(key, flow);
     let _ = LIVING_REPLY.remove(&reply);
     let _ = LIVING.remove(key);
+    // Another processor may have found the forward entry in between and restored the reply entry.
+    let _ = LIVING_REPLY.remove(&reply);
     if let Some(pressure) = PRESSURE.get_ptr_mut(0) {
         // SAFETY: one word; a lost race is repaired by the next removal.
         unsafe {
@@ -96,20 +100,30 @@ pub fn close(key: &FlowKey, flow: &Flow, state: u8) {
 }
 
 /// Makes a young flow living. False when the living table has no room.
+///
+/// Two processors may do so at once: one wins. A FIN that another one notes meanwhile is noted in the
+/// young entry first and then, if it is there, in the living one, so it is in one of them at the end.
 #[inline(always)]
 pub fn promote(key: &FlowKey, young: &Flow) -> bool {
     let mut living = *young;
     living.state = 0;
     let reply = reply_key(key, &living);
-    let mut inserted = LIVING_REPLY.insert(&reply, &reply_entry(key, &living), 0);
+    let mut inserted = LIVING_REPLY.insert(&reply, &reply_entry(key, &living), NOEXIST);
     if inserted.is_ok() {
-        inserted = LIVING.insert(key, &living, 0);
+        inserted = LIVING.insert(key, &living, NOEXIST);
         if inserted.is_err() {
             let _ = LIVING_REPLY.remove(&reply);
         }
     }
     match inserted {
         Ok(()) => {
+            if let Some(living) = LIVING.get_ptr_mut(key) {
+                // SAFETY: bytes of this map's value.
+                unsafe {
+                    (*living).client_fin |= young.client_fin;
+                    (*living).pod_fin |= young.pod_fin;
+                }
+            }
             let _ = YOUNG.remove(key);
             true
         }
@@ -135,10 +149,16 @@ pub fn leads_to(flow: &Flow, pod: &Addr, port: u16, client_port: u16) -> bool {
 pub fn collides(key: &FlowKey, backend: &Backend) -> bool {
     let reply = FlowKey::reply(key.client, key.client_port, backend.addr, backend.port);
     // SAFETY: read once.
-    if let Some(entry) = unsafe { LIVING_REPLY.get(&reply) }
-        && (entry.addr != key.addr || entry.port != key.port)
-    {
-        return true;
+    if let Some(entry) = unsafe { LIVING_REPLY.get(&reply) } {
+        let forward = FlowKey::forward(key.client, entry.client_port, entry.addr, entry.port);
+        // Its own forward entry is missing, or we would not be here.
+        let own = entry.addr == key.addr && entry.port == key.port;
+        if !own && LIVING.get_ptr(&forward).is_some() {
+            return true;
+        }
+        // A reply entry alone belongs to no flow: it must neither stand in the way of this one's nor
+        // answer for another VIP port.
+        let _ = LIVING_REPLY.remove(&reply);
     }
     // SAFETY: read only; a concurrent update costs one wrong answer at most.
     let Some(pod_port) = (unsafe { POD_PORTS.get(&ServiceKey::new(backend.addr, backend.port)) })

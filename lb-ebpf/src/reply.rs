@@ -72,6 +72,14 @@ pub fn reply(hook: &mut Tc) -> Verdict {
 /// Notes the pod's FIN or RST in the forward entry, which alone knows both sides.
 #[inline(always)]
 fn end(forward: &FlowKey, flags: u8) {
+    if flags & TCP_FIN != 0
+        && LIVING.get_ptr(forward).is_none()
+        && let Some(young) = YOUNG.get_ptr_mut(forward)
+    {
+        // Being promoted on another processor, which takes the mark along.
+        // SAFETY: a byte of the map's value.
+        unsafe { (*young).pod_fin = 1 };
+    }
     // SAFETY: the value is this map's.
     let Some(flow) = LIVING
         .get_ptr_mut(forward)
@@ -109,6 +117,10 @@ fn second_look(hook: &mut Tc, ip: &Ipv4, tcp: &TcpFields, key: &FlowKey) -> Verd
             && flows::leads_to(flow, &key.addr, key.port, key.client_port)
         {
             let _ = LIVING_REPLY.insert(key, &flows::reply_entry(&forward, flow), 0);
+            // Closed meanwhile on another processor: a reply entry alone would stay for ever.
+            if LIVING.get_ptr(&forward).is_none() {
+                let _ = LIVING_REPLY.remove(key);
+            }
             let verdict = Verdict::RepliedRestored;
             let verdict = restore(hook, ip, tcp, &forward, flow, bytes, verdict);
             if tcp.flags & (TCP_FIN | TCP_RST) != 0 {
@@ -167,6 +179,12 @@ fn grow(forward: &FlowKey, flow: &mut Flow, flags: u8) -> bool {
         return true;
     }
     if flows::promote(forward, flow) {
+        if flags & TCP_FIN != 0
+            && let Some(living) = LIVING.get_ptr_mut(forward)
+        {
+            // SAFETY: a byte of the map's value.
+            unsafe { (*living).pod_fin = 1 };
+        }
         return true;
     }
     flow.state |= FLOW_REFUSED;

@@ -701,6 +701,27 @@ fn a_colliding_client_port_is_dropped_and_overwrites_nothing() {
 }
 
 #[test]
+fn a_reply_entry_without_its_flow_stands_in_nobodys_way() {
+    for name in FORWARD {
+        let mut engine = engine();
+        establish(&mut engine, name, INSTANCE);
+        engine
+            .lose_flow(map::LIVING, &forward_key(INSTANCE))
+            .expect("was there");
+        only_candidate(&mut engine, IMAGES, 1, 3);
+        let pod = establish(&mut engine, name, IMAGES);
+        let data = tcp(pod, (CLIENT, PORT), TCP_ACK, b"x");
+        let answer = run(&mut engine, program::EGRESS, &data, Verdict::Replied);
+        assert_eq!(ends(&answer.frame).0, (VIP, IMAGES));
+        engine
+            .lose_flow(map::LIVING, &forward_key(IMAGES))
+            .expect("was there");
+        establish(&mut engine, name, IMAGES);
+        assert!(living(&mut engine, IMAGES).is_some());
+    }
+}
+
+#[test]
 fn a_closing_entry_stops_guarding_its_port_after_a_minute() {
     let mut engine = engine();
     let pod = establish(&mut engine, program::XDP, INSTANCE);

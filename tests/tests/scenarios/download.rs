@@ -78,8 +78,12 @@ fn a_download_and_new_connections_outlive_the_agent(mode: Mode) {
     let mut scene = Scene::with(mode, mode.builder().image_mib(32), |_| {});
     let before = scene.maps().kernel_objects().expect("objects");
     let mut download = scene.download(IMAGE_PORT, PACED, &[]);
+    // From an address of its own: curl may have taken any port of the host's first.
+    let source = std::net::Ipv4Addr::new(172, 22, 0, 200);
+    let line = format!("addr add {source}/24 dev eth0");
+    scene.host().namespace.ip(&line).expect("address");
     let load = Load {
-        sources: vec![scene.host().address],
+        sources: vec![source],
         target: std::net::SocketAddrV4::new(VIP, API_PORT),
         count: 50_000,
         limit: Duration::from_millis(2500),
