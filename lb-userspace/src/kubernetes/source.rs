@@ -280,7 +280,7 @@ async fn stand(
         if until.is_some() != status.leads() {
             match until {
                 Some(_) => info!("this agent writes status and Events from now on"),
-                None => info!("another agent writes status and Events"),
+                None => info!("this agent writes no more: it does not hold the Lease any longer"),
             }
             status.set_leads(until.is_some());
         }
