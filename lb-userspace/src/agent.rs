@@ -5,7 +5,8 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant as Clock};
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
@@ -19,6 +20,8 @@ use crate::dataplane::{
 };
 use crate::desired::DesiredState;
 use crate::health::Checks;
+use crate::http::{self, LogFilter};
+use crate::observed::Observed;
 use crate::plan;
 use crate::tables::TableSet;
 
@@ -28,7 +31,7 @@ const ROUND: Duration = Duration::from_secs(2);
 const GONE_AGAIN: Duration = Duration::from_millis(200);
 
 /// How the agent runs.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Options {
     /// The file.
     pub config: PathBuf,
@@ -36,6 +39,10 @@ pub struct Options {
     pub dataplane: dataplane::Options,
     /// Whether the data plane ends with the agent.
     pub detach_on_exit: bool,
+    /// The port for metrics and probes, if there is to be one.
+    pub http: Option<http::Options>,
+    /// The log's filter.
+    pub log: Arc<dyn LogFilter>,
 }
 
 /// Why the agent could not start, or not end as told.
@@ -77,7 +84,12 @@ pub fn run(options: Options) -> Result<(), AgentError> {
             Reader::open(&options.dataplane.bpffs),
             Err(DataplaneError::NotLoaded { .. })
         );
-        let mut agent = Agent::new(Dataplane::open(&options.dataplane)?, state);
+        let observed = Arc::new(Observed::new());
+        let dataplane = Dataplane::open(&options.dataplane)?;
+        if let Some(http) = options.http {
+            tokio::spawn(http::serve(http, Arc::clone(&observed), options.log));
+        }
+        let mut agent = Agent::new(dataplane, state, observed);
         if let Err(error) = agent.start() {
             if first {
                 // What served before goes on; a start from nothing leaves nothing.
@@ -120,9 +132,10 @@ impl Signals {
 
 struct Agent {
     dataplane: Dataplane,
+    observed: Arc<Observed>,
     state: DesiredState,
     checks: Checks,
-    tables: TableSet,
+    tables: Arc<TableSet>,
     attachments: Vec<Attachment>,
     /// Whether the maps hold `tables` for the present attachments.
     in_step: bool,
@@ -138,12 +151,13 @@ struct Agent {
 }
 
 impl Agent {
-    fn new(dataplane: Dataplane, state: DesiredState) -> Self {
+    fn new(dataplane: Dataplane, state: DesiredState, observed: Arc<Observed>) -> Self {
         Self {
             dataplane,
+            observed,
             state,
             checks: Checks::default(),
-            tables: TableSet::default(),
+            tables: Arc::default(),
             attachments: Vec::new(),
             in_step: false,
             gone_due: None,
@@ -191,6 +205,7 @@ impl Agent {
                 }
                 () = file_changed(&mut watch) => self.reload(&mut source),
                 change = self.checks.changed() => {
+                    self.observed.measured.health_changes.inc();
                     match change.failure {
                         None => info!("{change}"),
                         Some(_) => warn!("{change}"),
@@ -204,6 +219,7 @@ impl Agent {
                 }
             }
             self.keep_in_step();
+            self.observed.turned();
         }
     }
 
@@ -211,9 +227,13 @@ impl Agent {
         let path = source.path().display().to_string();
         match source.news() {
             Ok(None) => {}
-            Ok(Some(state)) if state == self.state => info!("{path} is good and says the same"),
+            Ok(Some(state)) if state == self.state => {
+                info!("{path} is good and says the same");
+                self.reloaded();
+            }
             Ok(Some(state)) => {
                 info!("{path} is good and has changed");
+                self.reloaded();
                 self.state = state;
                 self.checks.follow(&self.state);
                 self.plan();
@@ -224,22 +244,36 @@ impl Agent {
                     error!("{line}");
                 }
                 error!("{path} cannot be served; the last good configuration goes on serving");
+                self.observed.measured.reload_failures.inc();
+                self.observed.source_is_stale(problems.to_string());
             }
         }
     }
 
+    fn reloaded(&self) {
+        self.observed.measured.reloads.inc();
+        self.observed.source_is_fresh();
+    }
+
     fn plan(&mut self) {
+        let started = Clock::now();
         let (tables, warnings) = plan::plan(&self.state, self.checks.health());
+        let took = started.elapsed();
         self.warnings.tell(warnings.iter().map(ToString::to_string));
-        if tables != self.tables {
-            self.tables = tables;
+        if tables != *self.tables {
+            self.tables = Arc::new(tables);
             self.in_step = false;
         }
+        let health = self.checks.health();
+        self.observed
+            .planned(took, &self.state, health, &self.tables, warnings.len());
     }
 
     fn attach(&mut self) -> Result<(), DataplaneError> {
         let uplinks = &self.state.uplinks;
-        let AttachReport { attachments, idle } = self.dataplane.attach(uplinks, &self.tables)?;
+        let attached = self.dataplane.attach(uplinks, &self.tables);
+        self.observed.attached(attached.as_ref());
+        let AttachReport { attachments, idle } = attached?;
         let notes = attachments.iter().filter_map(|attachment| {
             let note = attachment.note.as_ref()?;
             Some(format!("{}: {note}", attachment.interface))
@@ -253,7 +287,10 @@ impl Agent {
     }
 
     fn apply(&mut self) -> Result<(), DataplaneError> {
-        let applied = self.dataplane.apply(&self.tables)?;
+        let started = Clock::now();
+        let applied = self.dataplane.apply(&self.tables);
+        self.observed.applied(started.elapsed(), applied.as_ref());
+        let applied = applied?;
         self.in_step = true;
         let writes = applied.writes;
         self.note(applied);

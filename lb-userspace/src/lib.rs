@@ -8,8 +8,11 @@ pub mod cli;
 pub mod config;
 pub mod dataplane;
 pub mod desired;
+pub mod ethtool;
 pub mod health;
+pub mod http;
 pub mod interfaces;
+pub mod observed;
 pub mod plan;
 pub mod tables;
 
