@@ -35,6 +35,7 @@ const PROGRAMS: &[(&str, &str, &str)] = &[
     ("iptables", "iptables", "foreign firewall rules"),
     ("tcpdump", "tcpdump", "a look at the wire"),
     ("sysctl", "procps", "kernel settings of a namespace"),
+    ("promtool", "prometheus", "checks of the alert rules"),
 ];
 
 /// Options of `cargo xtask setup`.
@@ -289,12 +290,14 @@ fn install(missing: &[(&str, &str)]) -> Result<()> {
     })
     .context("Debian 12 with its security suite has all of them")?;
     drop(no_services);
-    if packages.contains(&"nginx-light") && Path::new("/run/systemd/system").exists() {
-        stage(
-            "disable nginx.service",
-            "the laboratory starts web servers of its own",
-            || exec(command("systemctl").args(["disable", "--now", "nginx"])),
-        )?;
+    for (package, service) in [("nginx-light", "nginx"), ("prometheus", "prometheus")] {
+        if packages.contains(&package) && Path::new("/run/systemd/system").exists() {
+            stage(
+                &format!("disable {service}.service"),
+                "tests run its programs themselves",
+                || exec(command("systemctl").args(["disable", "--now", service])),
+            )?;
+        }
     }
     Ok(())
 }
