@@ -1,19 +1,19 @@
-//! The agent: keeps the data plane in step with the file and with what the health checks find.
+//! The agent: keeps the data plane in step with its source and with what the health checks find.
 //!
 //! It is not in the packets' way. What it has written goes on serving while it is away, while its
-//! file is bad, and after it has ended.
+//! file is bad or the Kubernetes API out of reach, and after it has ended.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant as Clock};
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use crate::config::ConfigError;
-use crate::config::source::{Source, Watch};
 use crate::dataplane::read::Reader;
 use crate::dataplane::{
     self, Applied, AttachReport, AttachedMode, Attachment, Dataplane, DataplaneError, GONE_AFTER,
@@ -21,8 +21,10 @@ use crate::dataplane::{
 use crate::desired::DesiredState;
 use crate::health::Checks;
 use crate::http::{self, LogFilter};
+use crate::kubernetes::{self, SourceError};
 use crate::observed::Observed;
 use crate::plan;
+use crate::source::{Prepared, Source};
 use crate::tables::TableSet;
 
 /// How often interfaces and the file are looked at without a sign that they changed.
@@ -35,6 +37,8 @@ const GONE_AGAIN: Duration = Duration::from_millis(200);
 pub struct Options {
     /// The file.
     pub config: PathBuf,
+    /// Where services come from Kubernetes instead of the file.
+    pub kubernetes: Option<Kubernetes>,
     /// Where the maps are and how large they are made.
     pub dataplane: dataplane::Options,
     /// Whether the data plane ends with the agent.
@@ -45,12 +49,24 @@ pub struct Options {
     pub log: Arc<dyn LogFilter>,
 }
 
+/// Who this agent is in a cluster.
+#[derive(Clone, Debug)]
+pub struct Kubernetes {
+    /// The node's name.
+    pub node: String,
+    /// Namespace of the agents; without it that of the ServiceAccount or kubeconfig.
+    pub namespace: Option<String>,
+}
+
 /// Why the agent could not start, or not end as told.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     /// The file.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// The Kubernetes API.
+    #[error(transparent)]
+    Kubernetes(#[from] SourceError),
     /// The kernel's side.
     #[error(transparent)]
     Dataplane(#[from] DataplaneError),
@@ -67,7 +83,6 @@ pub enum AgentError {
 /// Serves until SIGTERM or SIGINT. A bad file or a data plane that cannot be attached is an error at
 /// the start, and only a line in the log later.
 pub fn run(options: Options) -> Result<(), AgentError> {
-    let (source, state) = Source::open(options.config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .enable_all()
@@ -78,17 +93,31 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         })?;
     runtime.block_on(async {
         let mut signals = Signals::new()?;
-        let path = source.path().display();
+        let kubernetes = match options.kubernetes {
+            None => None,
+            Some(Kubernetes { node, namespace }) => {
+                Some(kubernetes::Options::infer(node, namespace).await?)
+            }
+        };
+        let path = options.config.display().to_string();
+        let prepared = Prepared::read(options.config, kubernetes)?;
         info!("{path} is good; loading the programs");
         let first = matches!(
             Reader::open(&options.dataplane.bpffs),
             Err(DataplaneError::NotLoaded { .. })
         );
-        let observed = Arc::new(Observed::new());
         let dataplane = Dataplane::open(&options.dataplane)?;
+        let observed = Arc::new(Observed::new());
         if let Some(http) = options.http {
             tokio::spawn(http::serve(http, Arc::clone(&observed), options.log));
         }
+        let (mut source, state) = tokio::select! {
+            started = prepared.start() => started,
+            () = signals.end() => {
+                info!("ended before there was anything to serve");
+                return Ok(());
+            }
+        };
         let mut agent = Agent::new(dataplane, state, observed);
         if let Err(error) = agent.start() {
             if first {
@@ -97,7 +126,8 @@ pub fn run(options: Options) -> Result<(), AgentError> {
             }
             return Err(error.into());
         }
-        agent.serve(source, &mut signals).await;
+        agent.serve(&mut source, &mut signals).await;
+        source.stop().await;
         if options.detach_on_exit {
             agent.dataplane.detach()?;
             info!("detached: nothing is served any more");
@@ -128,6 +158,14 @@ impl Signals {
             hangup: listen(SignalKind::hangup())?,
         })
     }
+
+    /// Waits for a signal that ends the agent.
+    async fn end(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
 }
 
 struct Agent {
@@ -141,6 +179,8 @@ struct Agent {
     in_step: bool,
     /// When backends that have left are to be ended.
     gone_due: Option<Instant>,
+    /// VIPs that no uplink carries.
+    idle: Vec<IpAddr>,
     warnings: Told,
     uplink_notes: Told,
     table_notes: Told,
@@ -161,6 +201,7 @@ impl Agent {
             attachments: Vec::new(),
             in_step: false,
             gone_due: None,
+            idle: Vec::new(),
             warnings: Told::default(),
             uplink_notes: Told::default(),
             table_notes: Told::default(),
@@ -180,13 +221,12 @@ impl Agent {
         Ok(())
     }
 
-    async fn serve(&mut self, mut source: Source, signals: &mut Signals) {
-        let mut watch = Watch::new(source.path())
-            .inspect_err(|error| {
-                let path = source.path().display();
-                warn!("cannot watch {path}, so changes are seen after {ROUND:?} only: {error}");
-            })
-            .ok();
+    async fn serve(&mut self, source: &mut Source, signals: &mut Signals) {
+        source.in_step(&self.tables, &self.idle, true);
+        self.observed.file(source.history());
+        if let Some(kubernetes) = source.kubernetes() {
+            self.observed.follow(Arc::clone(kubernetes));
+        }
         let mut round = interval(ROUND);
         round.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -201,9 +241,9 @@ impl Agent {
                 _ = hangup.recv() => {
                     info!("SIGHUP: reading {} again", source.path().display());
                     source.forget();
-                    self.reload(&mut source);
+                    self.reload(source);
                 }
-                () = file_changed(&mut watch) => self.reload(&mut source),
+                () = source.changed() => self.reload(source),
                 change = self.checks.changed() => {
                     self.observed.measured.health_changes.inc();
                     match change.failure {
@@ -214,26 +254,26 @@ impl Agent {
                 }
                 () = due(self.gone_due) => self.end_gone(),
                 _ = round.tick() => {
-                    self.reload(&mut source);
+                    self.reload(source);
                     self.keep_attached();
                 }
             }
+            let has_written = !self.in_step;
             self.keep_in_step();
+            if self.in_step {
+                source.in_step(&self.tables, &self.idle, has_written);
+            }
             self.observed.turned();
         }
     }
 
     fn reload(&mut self, source: &mut Source) {
-        let path = source.path().display().to_string();
-        match source.news() {
+        let news = source.news();
+        self.observed.file(source.history());
+        match news {
             Ok(None) => {}
-            Ok(Some(state)) if state == self.state => {
-                info!("{path} is good and says the same");
-                self.reloaded();
-            }
+            Ok(Some(state)) if state == self.state => debug!("the same is wanted as before"),
             Ok(Some(state)) => {
-                info!("{path} is good and has changed");
-                self.reloaded();
                 self.state = state;
                 self.checks.follow(&self.state);
                 self.plan();
@@ -243,16 +283,10 @@ impl Agent {
                 for line in problems.to_string().lines() {
                     error!("{line}");
                 }
+                let path = source.path().display();
                 error!("{path} cannot be served; the last good configuration goes on serving");
-                self.observed.measured.reload_failures.inc();
-                self.observed.source_is_stale(problems.to_string());
             }
         }
-    }
-
-    fn reloaded(&self) {
-        self.observed.measured.reloads.inc();
-        self.observed.source_is_fresh();
     }
 
     fn plan(&mut self) {
@@ -336,6 +370,7 @@ impl Agent {
             .iter()
             .map(|vip| format!("VIP {vip} is not served: no uplink is in its subnet"));
         self.table_notes.tell(idle.chain(notes));
+        self.idle = vips_without_uplink;
         if leaving > 0 {
             self.gone_due = Some(Instant::now() + GONE_AFTER);
         }
@@ -396,13 +431,6 @@ impl Told {
         let new = messages.difference(&self.present).cloned().collect();
         self.present = messages;
         new
-    }
-}
-
-async fn file_changed(watch: &mut Option<Watch>) {
-    match watch {
-        Some(watch) => watch.changed().await,
-        None => std::future::pending().await,
     }
 }
 

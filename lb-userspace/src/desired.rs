@@ -1,5 +1,6 @@
 //! What a source wants, as plain values: the same whether a file or Kubernetes said it.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
@@ -123,10 +124,14 @@ pub struct PortSpec {
 pub struct InstancePorts {
     /// Name of the service port whose pods' port they lead to.
     pub port_name: String,
+    /// That port of the pods, where they have none of their own by that name.
+    pub target_port: u16,
     /// Port of slot 0.
     pub base: u16,
     /// Port of the last slot.
     pub last: u16,
+    /// Ports of the range that belong to somebody else.
+    pub except: BTreeSet<u16>,
 }
 
 /// Health check of a service's backends: a TCP connect.
@@ -145,7 +150,8 @@ pub struct HealthSpec {
 pub struct BackendSpec {
     /// Stable identity, e.g. `ironic-0`.
     pub instance: String,
-    /// Instance slot: it answers on base + slot of every instance port range.
+    /// Instance slot: it answers on base + slot of every instance port range. Only incarnations of one
+    /// instance share a slot.
     pub slot: Option<u32>,
     /// Address.
     pub address: IpAddr,
@@ -153,6 +159,11 @@ pub struct BackendSpec {
     pub uid: String,
     /// Takes new flows.
     pub ready: bool,
+    /// Ends, and serves until then: takes new flows of a VIP port where nobody is ready.
+    pub draining: bool,
+    /// Its own ports by the names of the service's ports, and no others; without them it has the
+    /// service's target ports.
+    pub ports: Option<BTreeMap<String, u16>>,
 }
 
 /// One service.
@@ -175,6 +186,14 @@ pub struct ServiceSpec {
 }
 
 impl BackendSpec {
+    /// Its port behind a port of the service, by that one's name and target port, if it has one there.
+    pub fn target(&self, port_name: &str, target_port: u16) -> Option<u16> {
+        match &self.ports {
+            None => Some(target_port),
+            Some(ports) => ports.get(port_name).copied(),
+        }
+    }
+
     /// Where a health check of `port` connects to.
     pub fn socket(&self, port: u16) -> SocketAddr {
         SocketAddr::new(self.address, port)

@@ -1,7 +1,7 @@
 //! The agent and command line of ironlb, as a library for the binary and for tests.
 //!
 //! A pipeline of plain values, each arrow a module:
-//! `source (config) → DesiredState → plan (pure) → TableSet → dataplane (maps)`.
+//! `source (file | Kubernetes) → DesiredState → plan (pure) → TableSet → dataplane (maps)`.
 
 pub mod agent;
 pub mod cli;
@@ -12,8 +12,10 @@ pub mod ethtool;
 pub mod health;
 pub mod http;
 pub mod interfaces;
+pub mod kubernetes;
 pub mod observed;
 pub mod plan;
+pub mod source;
 pub mod tables;
 
 /// The eBPF object that the programs are loaded from.

@@ -4,14 +4,16 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 
+use crate::config::source::History;
 use crate::dataplane::{Applied, AttachReport, Attachment, DataplaneError};
 use crate::desired::{DesiredState, UplinkSpec};
+use crate::kubernetes::{Latency, Status};
 use crate::plan::Health;
 use crate::tables::TableSet;
 
@@ -26,6 +28,9 @@ const LOSSES_TOLD: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub struct Observed {
     inner: Mutex<Inner>,
+    /// How far Kubernetes is followed, where it is the source.
+    kubernetes: OnceLock<Arc<Status>>,
+    started: Instant,
     /// What is counted and timed.
     pub measured: Measured,
 }
@@ -39,10 +44,6 @@ pub struct Measured {
     pub write: Histogram,
     /// Map writes and removals.
     pub map_writes: Counter,
-    /// Configurations that were good.
-    pub reloads: Counter,
-    /// Configurations that could not be served.
-    pub reload_failures: Counter,
     /// Health checks' changes of mind.
     pub health_changes: Counter,
 }
@@ -51,8 +52,9 @@ pub struct Measured {
 struct Inner {
     /// `None` until the loop runs: the source may take its time to say the first word.
     turned: Option<Instant>,
-    /// The source cannot be read, since when, and why.
-    stale: Option<(Instant, String)>,
+    history: History,
+    /// Since when the file is wrong.
+    wrong: Option<Instant>,
     synced: bool,
     attach_failure: Option<String>,
     apply_failure: Option<String>,
@@ -89,8 +91,12 @@ struct Loss {
 /// A copy of what metrics need.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// How long the source has been out of reach; zero while it is not.
+    /// How long nothing has shown that the state is the source's; zero for a file that is good.
     pub state_age: Duration,
+    /// How the file fared.
+    pub file: History,
+    /// How far Kubernetes is followed, where it is the source.
+    pub kubernetes: Option<Followed>,
     /// Whether the node is ready.
     pub ready: bool,
     /// What the plan left out.
@@ -101,6 +107,15 @@ pub struct Snapshot {
     pub checks: Vec<CheckResult>,
     /// Frames that native XDP could not send, by interface.
     pub lost: BTreeMap<String, u64>,
+}
+
+/// How far Kubernetes is followed.
+#[derive(Clone, Debug)]
+pub struct Followed {
+    /// Whether this agent writes what users see.
+    pub leads: bool,
+    /// Times from watch event to maps.
+    pub latency: Latency,
 }
 
 /// Whether the node serves as it should, in words.
@@ -126,7 +141,8 @@ impl Observed {
         Self {
             inner: Mutex::new(Inner {
                 turned: None,
-                stale: None,
+                history: History::default(),
+                wrong: None,
                 synced: false,
                 attach_failure: None,
                 apply_failure: None,
@@ -139,12 +155,12 @@ impl Observed {
                 checks: Vec::new(),
                 losses: BTreeMap::new(),
             }),
+            kubernetes: OnceLock::new(),
+            started: Instant::now(),
             measured: Measured {
                 plan: histogram(50e-6, 14),
                 write: histogram(100e-6, 16),
                 map_writes: Counter::default(),
-                reloads: Counter::default(),
-                reload_failures: Counter::default(),
                 health_changes: Counter::default(),
             },
         }
@@ -160,16 +176,22 @@ impl Observed {
         self.inner().turned = Some(Instant::now());
     }
 
-    /// The source is in reach and its state is good.
-    pub fn source_is_fresh(&self) {
-        self.inner().stale = None;
+    /// How the configuration file fares. While it is wrong, the last good one goes on serving.
+    pub fn file(&self, history: &History) {
+        let mut inner = self.inner();
+        if inner.history == *history {
+            return;
+        }
+        inner.wrong = match history.problem {
+            None => None,
+            Some(_) => inner.wrong.or_else(|| Some(Instant::now())),
+        };
+        inner.history.clone_from(history);
     }
 
-    /// The source cannot be read, or says what cannot be served; the last state goes on serving.
-    pub fn source_is_stale(&self, why: impl Into<String>) {
-        let mut inner = self.inner();
-        let since = inner.stale.as_ref().map(|(since, _)| *since);
-        inner.stale = Some((since.unwrap_or_else(Instant::now), why.into()));
+    /// Services come from Kubernetes, and that is how it is followed. Once an agent.
+    pub fn follow(&self, kubernetes: Arc<Status>) {
+        self.kubernetes.get_or_init(|| kubernetes);
     }
 
     /// A plan was made.
@@ -276,18 +298,37 @@ impl Observed {
         if let Some(why) = &inner.apply_failure {
             missing.push(format!("the tables could not be written: {why}"));
         } else if !inner.synced {
-            missing.push("the tables have not been written yet".to_owned());
+            missing.push(
+                "the tables have not been written yet: the agent has just started, or waits for the Kubernetes API"
+                    .to_owned(),
+            );
         }
-        if let Some((since, why)) = &inner.stale {
-            let age = since.elapsed();
+        let mut out_of_step = |age: Duration, what: &str, why: &str| {
             let text = format!(
-                "the source has been out of reach or wrong for {} s, and its last good state serves: {why}",
+                "{what} for {} s, and what it said last serves: {why}",
                 age.as_secs()
             );
-            if age >= STALE {
-                missing.push(text);
-            } else {
-                notes.push(text);
+            match age >= STALE {
+                true => missing.push(text),
+                false => notes.push(text),
+            }
+        };
+        if let (Some(since), Some(why)) = (inner.wrong, &inner.history.problem) {
+            out_of_step(
+                since.elapsed(),
+                "the configuration file has been wrong",
+                why,
+            );
+        }
+        if let Some(kubernetes) = self.kubernetes.get() {
+            let broken = kubernetes.broken();
+            let age = kubernetes.state_age().unwrap_or_default();
+            if !broken.is_empty() || age >= STALE {
+                let why = match &broken[..] {
+                    [] => "it does not answer".to_owned(),
+                    some => some.join("; "),
+                };
+                out_of_step(age, "the Kubernetes API has not been heard", &why);
             }
         }
         let recent = |loss: &&Loss| loss.last.elapsed() < LOSSES_TOLD;
@@ -317,13 +358,22 @@ impl Observed {
     /// What metrics need.
     pub fn snapshot(&self) -> Snapshot {
         let ready = self.readiness().missing.is_empty();
+        let kubernetes = self.kubernetes.get();
         let inner = self.inner();
         let lost = inner.losses.iter();
+        let state_age = match (kubernetes, inner.synced) {
+            // What an earlier agent wrote serves, and is at least so old.
+            (_, false) => self.started.elapsed(),
+            (Some(kubernetes), true) => kubernetes.state_age().unwrap_or_default(),
+            (None, true) => inner.wrong.map_or(Duration::ZERO, |since| since.elapsed()),
+        };
         Snapshot {
-            state_age: inner
-                .stale
-                .as_ref()
-                .map_or(Duration::ZERO, |(since, _)| since.elapsed()),
+            state_age,
+            file: inner.history.clone(),
+            kubernetes: kubernetes.map(|status| Followed {
+                leads: status.leads(),
+                latency: status.latency(),
+            }),
             ready,
             warnings: inner.warnings,
             idle: inner.idle.len(),
@@ -354,10 +404,8 @@ mod tests {
     #[test]
     fn ready_means_attached_and_in_step() {
         let observed = Observed::new();
-        assert_eq!(
-            observed.readiness().missing,
-            ["the tables have not been written yet"]
-        );
+        let Readiness { missing, .. } = observed.readiness();
+        assert!(missing[0].contains("not been written yet"), "{missing:?}");
         observed.attached(Ok(&AttachReport::default()));
         applied(&observed);
         assert_eq!(observed.readiness(), Readiness::default());
@@ -378,21 +426,30 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_is_away_for_a_moment_is_a_note() {
+    fn a_file_that_is_wrong_for_a_moment_is_a_note() {
         let observed = Observed::new();
         applied(&observed);
-        observed.source_is_stale("connection refused");
+        let wrong = |what: &str| History {
+            good: 1,
+            bad: 1,
+            problem: Some(what.to_owned()),
+        };
+        observed.file(&wrong("no uplink"));
         let Readiness { missing, notes } = observed.readiness();
         assert!(missing.is_empty(), "{missing:?}");
-        assert!(notes[0].contains("connection refused"), "{notes:?}");
+        assert!(notes[0].contains("no uplink"), "{notes:?}");
         let Some(long_ago) = Instant::now().checked_sub(STALE) else {
             return; // The machine has just booted.
         };
-        observed.inner().stale = Some((long_ago, String::new()));
-        observed.source_is_stale("still refused");
+        observed.inner().wrong = Some(long_ago);
+        // Wrong in another way is as old.
+        observed.file(&wrong("no VIP"));
         assert!(observed.snapshot().state_age >= STALE);
-        assert!(observed.readiness().missing[0].contains("still refused"));
-        observed.source_is_fresh();
+        assert!(observed.readiness().missing[0].contains("no VIP"));
+        observed.file(&History {
+            good: 2,
+            ..History::default()
+        });
         assert_eq!(observed.snapshot().state_age, Duration::ZERO);
         assert_eq!(observed.readiness(), Readiness::default());
     }

@@ -12,7 +12,7 @@ use lb_common::{
     MAX_BACKENDS, MAX_BACKENDS_PER_PORT, MAX_PASS, MAX_PORTS, MAX_VIP_PORTS_PER_POD_PORT,
 };
 
-use crate::desired::{BackendSpec, DesiredState, PortSpec, ServiceSpec};
+use crate::desired::{BackendSpec, DesiredState, ServiceSpec};
 use crate::tables::{BackendRow, PortRow, TableSet, VipRow};
 
 /// What the checks found: backends that are known not to answer.
@@ -61,20 +61,6 @@ pub enum Warning {
         /// Service that has it.
         taken_by: String,
     },
-    /// Two backends have one slot.
-    #[error(
-        "service {service}: slot {slot} of {instance} is already that of {taken_by}; {instance} has no instance port"
-    )]
-    SlotTaken {
-        /// Service.
-        service: String,
-        /// Slot.
-        slot: u32,
-        /// Backend without instance ports.
-        instance: String,
-        /// Backend that has the slot.
-        taken_by: String,
-    },
     /// A slot is beyond a range.
     #[error(
         "service {service}: instance ports `{port_name}` end before slot {slot} of {instance}; it has no port there"
@@ -88,16 +74,6 @@ pub enum Warning {
         slot: u32,
         /// Backend.
         instance: String,
-    },
-    /// A range is for a port that the service does not have.
-    #[error(
-        "service {service}: instance ports are for a port `{port_name}`, which it does not have"
-    )]
-    UnknownPortName {
-        /// Service.
-        service: String,
-        /// Name.
-        port_name: String,
     },
     /// A service has more backends than a choice can be made among.
     #[error(
@@ -152,9 +128,11 @@ pub enum Warning {
 /// The tables for a desired state, and what of it they do not hold, sorted.
 ///
 /// - A shared port lists the service's backends sorted by instance; those that are not ready stay
-///   (their flows go on) without being eligible. With none eligible the port refuses.
-/// - An instance port exists for every slot that a backend has, and leads to that backend alone. The
-///   rest of a range has no row: it is refused like any port that is not configured.
+///   (their flows go on) without being eligible. Where nobody is ready those that drain are eligible.
+///   With none eligible the port refuses.
+/// - An instance port exists for every slot that a backend has, and leads to that instance alone: to one
+///   of its incarnations, where a new one is ready before the old one has gone. The rest of a range has
+///   no row: it is refused like any port that is not configured.
 pub fn plan(state: &DesiredState, health: &Health) -> (TableSet, Vec<Warning>) {
     let mut planner = Planner::default();
     for vip in &state.vips {
@@ -217,35 +195,25 @@ impl Planner {
                 service: name.clone(),
                 instance: backend.instance.clone(),
             }));
-        let row = |backend: &BackendSpec, port: u16| BackendRow {
-            instance: backend.instance.clone(),
-            uid: backend.uid.clone(),
-            address: backend.address,
-            port,
-            eligible: backend.ready && health.is_up(name, backend.address),
-        };
+        let is_up = |backend: &BackendSpec| health.is_up(name, backend.address);
 
         let mut ports: Vec<_> = ports.iter().collect();
         ports.sort_unstable_by_key(|port| (port.port, &port.name));
         for port in &ports {
-            let rows = backends
-                .iter()
-                .map(|backend| row(backend, port.target_port));
-            self.port(service, port.port, port, None, rows.collect());
+            let rows = rows(&backends, &port.name, port.target_port, &is_up);
+            self.port(service, port.port, &port.name, None, rows);
         }
 
-        let slots = self.slots(name, &backends);
+        let mut slots: BTreeMap<u32, Vec<&BackendSpec>> = BTreeMap::new();
+        for backend in &backends {
+            if let Some(slot) = backend.slot {
+                slots.entry(slot).or_default().push(backend);
+            }
+        }
         let mut ranges: Vec<_> = instance_ports.iter().collect();
         ranges.sort_unstable_by_key(|range| (range.base, range.last, &range.port_name));
         for range in ranges {
-            let Some(target) = ports.iter().find(|port| port.name == range.port_name) else {
-                self.warnings.push(Warning::UnknownPortName {
-                    service: name.clone(),
-                    port_name: range.port_name.clone(),
-                });
-                continue;
-            };
-            for (&slot, backend) in &slots {
+            for (&slot, incarnations) in &slots {
                 let port = u16::try_from(slot)
                     .ok()
                     .and_then(|slot| range.base.checked_add(slot))
@@ -255,45 +223,29 @@ impl Planner {
                         service: name.clone(),
                         port_name: range.port_name.clone(),
                         slot,
-                        instance: backend.instance.clone(),
+                        instance: incarnations[0].instance.clone(),
                     });
                     continue;
                 };
-                let rows = vec![row(backend, target.target_port)];
-                self.port(service, port, target, Some(slot), rows);
-            }
-        }
-    }
-
-    /// Who has which slot.
-    fn slots<'a>(
-        &mut self,
-        service: &str,
-        backends: &[&'a BackendSpec],
-    ) -> BTreeMap<u32, &'a BackendSpec> {
-        let mut slots = BTreeMap::new();
-        for backend in backends {
-            let Some(slot) = backend.slot else { continue };
-            match slots.entry(slot) {
-                Entry::Vacant(free) => {
-                    free.insert(*backend);
+                if range.except.contains(&port) {
+                    continue;
                 }
-                Entry::Occupied(taken) => self.warnings.push(Warning::SlotTaken {
-                    service: service.to_owned(),
-                    slot,
-                    instance: backend.instance.clone(),
-                    taken_by: taken.get().instance.clone(),
-                }),
+                let mut rows = rows(incarnations, &range.port_name, range.target_port, &is_up);
+                let mut eligible = rows.iter_mut().filter(|row| row.eligible);
+                eligible.next();
+                eligible.for_each(|row| row.eligible = false);
+                if !rows.is_empty() {
+                    self.port(service, port, &range.port_name, Some(slot), rows);
+                }
             }
         }
-        slots
     }
 
     fn port(
         &mut self,
         service: &ServiceSpec,
         port: u16,
-        spec: &PortSpec,
+        name: &str,
         slot: Option<u32>,
         backends: Vec<BackendRow>,
     ) {
@@ -301,7 +253,7 @@ impl Planner {
             Entry::Vacant(free) => {
                 free.insert(PortRow {
                     service: service.name.clone(),
-                    port_name: spec.name.clone(),
+                    port_name: name.to_owned(),
                     slot,
                     seed: name_hash(&service.name),
                     client_affinity: service.client_affinity,
@@ -361,6 +313,30 @@ impl Planner {
             fits
         });
     }
+}
+
+/// The backends that have the port, in their order, with those eligible that are to get new flows.
+fn rows(
+    backends: &[&BackendSpec],
+    port_name: &str,
+    target_port: u16,
+    is_up: &dyn Fn(&BackendSpec) -> bool,
+) -> Vec<BackendRow> {
+    let having = || {
+        let mut all = backends.iter();
+        std::iter::from_fn(move || {
+            all.find_map(|backend| Some((*backend, backend.target(port_name, target_port)?)))
+        })
+    };
+    let is_ready = having().any(|(backend, _)| backend.ready && is_up(backend));
+    let row = |(backend, port): (&BackendSpec, u16)| BackendRow {
+        instance: backend.instance.clone(),
+        uid: backend.uid.clone(),
+        address: backend.address,
+        port,
+        eligible: is_up(backend) && (backend.ready || !is_ready && backend.draining),
+    };
+    having().map(row).collect()
 }
 
 #[cfg(test)]

@@ -19,10 +19,14 @@ Exit codes: 0 the file can be served, 1 it cannot.
 
 Examples:
   ironlb check /etc/ironlb/lb.yaml
+  ironlb check --kubernetes lb.yaml
   ironlb check -o json lb.yaml | jq '.problems[].message'")]
 pub(super) struct Arguments {
     /// The file.
     file: PathBuf,
+    /// Check it as an agent with `--kubernetes` reads it: services come from there.
+    #[arg(long)]
+    kubernetes: bool,
     #[command(flatten)]
     output: OutputArgument,
 }
@@ -41,8 +45,16 @@ struct Report {
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    let Arguments { file, output } = arguments;
-    let (report, error) = match config::load(file) {
+    let Arguments {
+        file,
+        kubernetes,
+        output,
+    } = arguments;
+    let state = match kubernetes {
+        false => config::load(file),
+        true => config::load_cluster(file).map(|config| config.state),
+    };
+    let (report, error) = match state {
         Ok(state) => {
             let (tables, warnings) = plan::plan(&state, &Health::default());
             let instance_ports = tables.ports.values().filter(|row| row.slot.is_some());

@@ -9,7 +9,11 @@ pub mod source;
 mod tests;
 mod validate;
 
+pub(crate) use validate::parse_range;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use serde_path_to_error::Segment;
@@ -94,9 +98,64 @@ impl fmt::Display for Lines<'_> {
     }
 }
 
+/// What a file says to an agent that takes its services from Kubernetes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClusterConfig {
+    /// Uplinks and VIPs; no services.
+    pub state: DesiredState,
+    /// Who may use a VIP, for every VIP.
+    pub policies: BTreeMap<IpAddr, VipPolicy>,
+    /// Serve Services of type LoadBalancer that name no class, too.
+    pub default_class: bool,
+    /// Use endpoints that no pod stands behind, too: a hand-made slice can aim a VIP anywhere.
+    pub endpoints_without_pods: bool,
+}
+
+/// Who may use a VIP.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VipPolicy {
+    /// Names of the nodes on which it is effective, `None` for all.
+    pub nodes: Option<BTreeSet<String>>,
+    /// Namespaces whose Services may have it.
+    pub namespaces: Namespaces,
+    /// Given to a Service that asks for no particular one.
+    pub auto_assign: bool,
+}
+
+impl VipPolicy {
+    /// Whether the VIP is effective on a node.
+    pub fn is_effective_on(&self, node: &str) -> bool {
+        self.nodes.as_ref().is_none_or(|nodes| nodes.contains(node))
+    }
+}
+
+/// A choice of namespaces.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Namespaces {
+    /// Every one (`"*"`).
+    All,
+    /// These.
+    Named(BTreeSet<String>),
+}
+
+impl Namespaces {
+    /// Whether a namespace is among them.
+    pub fn contain(&self, namespace: &str) -> bool {
+        match self {
+            Self::All => true,
+            Self::Named(names) => names.contains(namespace),
+        }
+    }
+}
+
 /// Reads and checks a file.
 pub fn load(path: &Path) -> Result<DesiredState, ConfigError> {
     parse(path, &read(path)?)
+}
+
+/// Reads and checks a file that leaves the services to Kubernetes.
+pub fn load_cluster(path: &Path) -> Result<ClusterConfig, ConfigError> {
+    parse_cluster(path, &read(path)?)
 }
 
 /// Reads a file's text, without a look at what it says.
@@ -109,9 +168,22 @@ pub fn read(path: &Path) -> Result<String, ConfigError> {
 
 /// Checks a file's text; `file` is for the messages.
 pub fn parse(file: &Path, text: &str) -> Result<DesiredState, ConfigError> {
+    meaning(file, text, validate::check)
+}
+
+/// Checks the text of a file that leaves the services to Kubernetes.
+pub fn parse_cluster(file: &Path, text: &str) -> Result<ClusterConfig, ConfigError> {
+    meaning(file, text, validate::check_cluster)
+}
+
+fn meaning<T>(
+    file: &Path,
+    text: &str,
+    check: fn(&schema::File) -> Result<T, Vec<Problem>>,
+) -> Result<T, ConfigError> {
     structure(text)
         .map_err(|problem| vec![problem])
-        .and_then(|raw| validate::check(&raw))
+        .and_then(|raw| check(&raw))
         .map_err(|problems| ConfigError::Invalid {
             file: file.to_owned(),
             problems,

@@ -21,7 +21,18 @@ pub(super) struct File {
     #[serde(default)]
     pub peers: Option<Spanned<Peers>>,
     #[serde(default)]
+    pub kubernetes: Kubernetes,
+    #[serde(default)]
     pub services: Vec<Service>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Kubernetes {
+    #[serde(default, rename = "defaultClass")]
+    pub default_class: bool,
+    #[serde(default, rename = "endpointsWithoutPods")]
+    pub endpoints_without_pods: bool,
 }
 
 #[derive(Deserialize)]
@@ -60,11 +71,7 @@ pub(super) struct Vip {
     #[serde(default)]
     pub namespaces: Option<Vec<Text>>,
     #[serde(default, rename = "autoAssign")]
-    #[expect(
-        dead_code,
-        reason = "known and typed here, of use to the Kubernetes source only"
-    )]
-    pub auto_assign: Option<bool>,
+    pub auto_assign: bool,
 }
 
 #[derive(Deserialize)]

@@ -10,19 +10,37 @@ use std::time::Duration;
 
 use notify::{EventKind, RecommendedWatcher, RecursiveMode, Watcher};
 use tokio::sync::watch;
+use tracing::warn;
 
-use super::{ConfigError, parse, read};
-use crate::desired::DesiredState;
+use super::{ConfigError, read};
 
 /// Quiet time after a sign of change: a writer that does not rename needs a moment.
 const SETTLE: Duration = Duration::from_millis(100);
 
-/// A configuration file that may change.
-pub struct Source {
+/// A file that may change, and what is read in it.
+pub struct FileSource<T> {
     path: PathBuf,
+    parse: Parse<T>,
     /// What it said the last time.
     last: Option<Seen>,
+    /// Signs of change, where they are to be had.
+    watch: Option<Watch>,
+    history: History,
 }
+
+/// How a file fared.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct History {
+    /// How often it said something new that was good.
+    pub good: u64,
+    /// How often it could not be read, or said what cannot be served.
+    pub bad: u64,
+    /// What is wrong with it as it is now.
+    pub problem: Option<String>,
+}
+
+/// What a file's text means; the path is for the messages.
+type Parse<T> = fn(&Path, &str) -> Result<T, ConfigError>;
 
 #[derive(PartialEq)]
 enum Seen {
@@ -30,13 +48,38 @@ enum Seen {
     Unreadable(io::ErrorKind),
 }
 
-impl Source {
-    /// Reads a file for the first time: it must be good.
-    pub fn open(path: PathBuf) -> Result<(Self, DesiredState), ConfigError> {
+impl<T> FileSource<T> {
+    /// Reads a file for the first time, when it must be good, and watches it from before that.
+    pub fn open(path: PathBuf, parse: Parse<T>) -> Result<(Self, T), ConfigError> {
+        let watch = Watch::new(&path)
+            .inspect_err(|error| {
+                let path = path.display();
+                warn!(
+                    "cannot watch {path}, so changes are seen when it is looked at only: {error}"
+                );
+            })
+            .ok();
         let text = read(&path)?;
-        let state = parse(&path, &text)?;
-        let last = Some(Seen::Text(text));
-        Ok((Self { path, last }, state))
+        let said = parse(&path, &text)?;
+        let source = Self {
+            path,
+            parse,
+            last: Some(Seen::Text(text)),
+            watch,
+            history: History {
+                good: 1,
+                ..History::default()
+            },
+        };
+        Ok((source, said))
+    }
+
+    /// Waits for a sign that the file may say something else. Safe to cancel.
+    pub async fn changed(&mut self) {
+        match &mut self.watch {
+            Some(watch) => watch.changed().await,
+            None => std::future::pending().await,
+        }
     }
 
     /// The file's path.
@@ -46,7 +89,7 @@ impl Source {
 
     /// What the file says, `None` if that is what it said the last time: the same news, good or bad,
     /// is told once.
-    pub fn news(&mut self) -> Result<Option<DesiredState>, ConfigError> {
+    pub fn news(&mut self) -> Result<Option<T>, ConfigError> {
         let text = read(&self.path);
         let seen = match &text {
             Ok(text) => Seen::Text(text.clone()),
@@ -57,7 +100,18 @@ impl Source {
             return Ok(None);
         }
         self.last = Some(seen);
-        parse(&self.path, &text?).map(Some)
+        let said = text.and_then(|text| (self.parse)(&self.path, &text));
+        match &said {
+            Ok(_) => self.history.good += 1,
+            Err(_) => self.history.bad += 1,
+        }
+        self.history.problem = said.as_ref().err().map(ToString::to_string);
+        said.map(Some)
+    }
+
+    /// How it fared so far.
+    pub fn history(&self) -> &History {
+        &self.history
     }
 
     /// Makes the next [`Self::news`] tell whatever the file says then.
@@ -67,14 +121,14 @@ impl Source {
 }
 
 /// Signs of change in a file's folder.
-pub struct Watch {
+struct Watch {
     _watcher: RecommendedWatcher,
     signs: watch::Receiver<u64>,
 }
 
 impl Watch {
     /// Watches the folder of a file.
-    pub fn new(file: &Path) -> notify::Result<Self> {
+    fn new(file: &Path) -> notify::Result<Self> {
         let folder = match file.parent() {
             Some(folder) if folder != Path::new("") => folder,
             _ => Path::new("."),
@@ -95,7 +149,7 @@ impl Watch {
     }
 
     /// Waits until something changed and then was quiet for a moment. Safe to cancel.
-    pub async fn changed(&mut self) {
+    async fn changed(&mut self) {
         // Unseen until all is quiet, so that a cancelled wait loses no sign.
         while matches!(self.signs.has_changed(), Ok(false)) {
             if self.signs.clone().changed().await.is_err() {
@@ -118,7 +172,9 @@ mod tests {
     use std::fs;
     use std::os::unix::fs::symlink;
 
+    use super::super::parse;
     use super::*;
+    use crate::desired::DesiredState;
 
     const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -132,14 +188,14 @@ mod tests {
         state.map(|state| state.vips[0].address.to_string())
     }
 
-    async fn sign(watch: &mut Watch) {
-        tokio::time::timeout(PATIENCE, watch.changed())
+    async fn sign(source: &mut FileSource<DesiredState>) {
+        tokio::time::timeout(PATIENCE, source.changed())
             .await
             .expect("a sign of the change");
     }
 
-    async fn quiet(watch: &mut Watch) {
-        let sign = tokio::time::timeout(Duration::from_millis(400), watch.changed()).await;
+    async fn quiet(source: &mut FileSource<DesiredState>) {
+        let sign = tokio::time::timeout(Duration::from_millis(400), source.changed()).await;
         assert!(sign.is_err(), "a sign without a change");
     }
 
@@ -148,28 +204,27 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("lb.yaml");
         fs::write(&path, file("172.22.0.2")).expect("write");
-        let mut watch = Watch::new(&path).expect("a watch");
-        let (mut source, state) = Source::open(path.clone()).expect("good");
+        let (mut source, state) = FileSource::open(path.clone(), parse).expect("good");
         assert_eq!(vip(Some(state)).as_deref(), Some("172.22.0.2"));
         assert_eq!(source.news().expect("good"), None);
-        quiet(&mut watch).await;
+        quiet(&mut source).await;
 
         let new = folder.path().join(".lb.yaml.new");
         fs::write(&new, file("172.22.0.3")).expect("write");
         fs::rename(&new, &path).expect("rename");
-        sign(&mut watch).await;
+        sign(&mut source).await;
         assert_eq!(
             vip(source.news().expect("good")).as_deref(),
             Some("172.22.0.3")
         );
 
         fs::write(&path, file("172.22.0.4")).expect("write");
-        sign(&mut watch).await;
+        sign(&mut source).await;
         assert_eq!(
             vip(source.news().expect("good")).as_deref(),
             Some("172.22.0.4")
         );
-        quiet(&mut watch).await;
+        quiet(&mut source).await;
 
         source.forget();
         assert_eq!(
@@ -188,13 +243,12 @@ mod tests {
         }
         symlink("..v1", at("..data")).expect("a link");
         symlink("..data/lb.yaml", at("lb.yaml")).expect("a link");
-        let mut watch = Watch::new(&at("lb.yaml")).expect("a watch");
-        let (mut source, state) = Source::open(at("lb.yaml")).expect("good");
+        let (mut source, state) = FileSource::open(at("lb.yaml"), parse).expect("good");
         assert_eq!(vip(Some(state)).as_deref(), Some("172.22.0.2"));
 
         symlink("..v2", at("..data_tmp")).expect("a link");
         fs::rename(at("..data_tmp"), at("..data")).expect("rename");
-        sign(&mut watch).await;
+        sign(&mut source).await;
         assert_eq!(
             vip(source.news().expect("good")).as_deref(),
             Some("172.22.0.3")
@@ -206,11 +260,11 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("lb.yaml");
         assert!(matches!(
-            Source::open(path.clone()),
+            FileSource::open(path.clone(), parse),
             Err(ConfigError::Read { .. })
         ));
         fs::write(&path, file("172.22.0.3")).expect("write");
-        let (mut source, _) = Source::open(path.clone()).expect("good");
+        let (mut source, _) = FileSource::open(path.clone(), parse).expect("good");
         fs::remove_file(&path).expect("remove");
         assert!(matches!(source.news(), Err(ConfigError::Read { .. })));
         assert!(matches!(source.news(), Ok(None)));

@@ -1,3 +1,4 @@
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use super::*;
@@ -30,7 +31,7 @@ services:
     ports: [{name: api, port: 6385}]
 ";
 
-fn ip(text: &str) -> std::net::IpAddr {
+fn ip(text: &str) -> IpAddr {
     text.parse().expect("an address")
 }
 
@@ -87,6 +88,8 @@ fn every_key_of_the_format_arrives_in_the_desired_state() {
         address: ip(address),
         uid: String::new(),
         ready,
+        draining: false,
+        ports: None,
     };
     assert_eq!(
         state.services[0],
@@ -107,8 +110,10 @@ fn every_key_of_the_format_arrives_in_the_desired_state() {
             ],
             instance_ports: vec![InstancePorts {
                 port_name: "images".into(),
+                target_port: 6180,
                 base: 6200,
-                last: 6231
+                last: 6231,
+                except: BTreeSet::new(),
             }],
             client_affinity: true,
             health: Some(HealthSpec {

@@ -1,6 +1,6 @@
 //! The meaning of the file: every value checked, all mistakes gathered, each with its place.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use lb_common::{MAX_BYPASS_UDP, MAX_PASS, MAX_UPLINKS, MAX_VIPS};
 use serde_saphyr::{Location, Spanned};
 
 use super::schema::{self, Number, Text};
-use super::{API_VERSION, Problem};
+use super::{API_VERSION, ClusterConfig, Namespaces, Problem, VipPolicy};
 use crate::desired::{
     Announce, BackendSpec, Bypass, DesiredState, HealthSpec, InstancePorts, Mode, PassSpec,
     PortSpec, Refuse, ServiceSpec, UplinkSelector, UplinkSpec, VipSpec,
@@ -43,39 +43,49 @@ const SCTP: u8 = 132;
 
 /// The desired state, or every mistake in the order of the file.
 pub(super) fn check(file: &schema::File) -> Result<DesiredState, Vec<Problem>> {
-    let schema::File {
-        api_version,
-        uplinks,
-        vips,
-        peers,
-        services,
-    } = file;
     let mut checker = Checker::default();
-    if api_version.value != API_VERSION {
-        let found = &api_version.value;
+    let state = checker.file(file);
+    for (at, vip) in file.vips.iter().enumerate() {
+        if let Some(nodes) = &vip.nodes {
+            checker.complain(
+                nodes.referenced,
+                format!("vips[{at}].nodes"),
+                "nodes can only be chosen among peers, which this version does not have; \
+                 leave it out and give the VIP to one node's file",
+            );
+        }
+    }
+    checker.result(state)
+}
+
+/// What a file says to an agent of a cluster, or every mistake in the order of the file.
+pub(super) fn check_cluster(file: &schema::File) -> Result<ClusterConfig, Vec<Problem>> {
+    let mut checker = Checker::default();
+    let state = checker.file(file);
+    if let Some(service) = file.services.first() {
         checker.complain(
-            api_version.referenced,
-            "apiVersion",
-            format!("`{found}` is not a format that this version reads; it reads `{API_VERSION}`"),
+            service.name.referenced,
+            "services",
+            "services come from Kubernetes here; remove the section",
         );
     }
-    let state = DesiredState {
-        uplinks: checker.uplinks(uplinks),
-        vips: checker.vips(vips),
-        services: {
-            checker.peers(peers.as_ref());
-            checker.services(services)
-        },
-    };
-    checker.vips_against_uplinks(vips, &state.uplinks);
-    checker.vips_against_backends(services);
-    if checker.problems.is_empty() {
-        return Ok(state);
+    let mut policies = BTreeMap::new();
+    for (at, vip) in file.vips.iter().enumerate() {
+        let policy = checker.policy(&format!("vips[{at}]"), vip);
+        if let Ok(address) = vip.address.value.parse() {
+            policies.insert(address, policy);
+        }
     }
-    checker
-        .problems
-        .sort_by_key(|problem| (problem.line, problem.column));
-    Err(checker.problems)
+    let schema::Kubernetes {
+        default_class,
+        endpoints_without_pods,
+    } = file.kubernetes;
+    checker.result(ClusterConfig {
+        state,
+        policies,
+        default_class,
+        endpoints_without_pods,
+    })
 }
 
 #[derive(Default)]
@@ -99,6 +109,89 @@ struct Claim {
 impl Checker {
     fn complain(&mut self, at: Location, path: impl Into<String>, message: impl Into<String>) {
         self.problems.push(Problem::new(at, path, message));
+    }
+
+    /// What every source reads of a file.
+    fn file(&mut self, file: &schema::File) -> DesiredState {
+        let schema::File {
+            api_version,
+            uplinks,
+            vips,
+            peers,
+            kubernetes: _,
+            services,
+        } = file;
+        if api_version.value != API_VERSION {
+            let found = &api_version.value;
+            self.complain(
+                api_version.referenced,
+                "apiVersion",
+                format!(
+                    "`{found}` is not a format that this version reads; it reads `{API_VERSION}`"
+                ),
+            );
+        }
+        let state = DesiredState {
+            uplinks: self.uplinks(uplinks),
+            vips: self.vips(vips),
+            services: {
+                self.peers(peers.as_ref());
+                self.services(services)
+            },
+        };
+        self.vips_against_uplinks(vips, &state.uplinks);
+        self.vips_against_backends(services);
+        state
+    }
+
+    fn result<T>(mut self, checked: T) -> Result<T, Vec<Problem>> {
+        if self.problems.is_empty() {
+            return Ok(checked);
+        }
+        self.problems
+            .sort_by_key(|problem| (problem.line, problem.column));
+        Err(self.problems)
+    }
+
+    /// Who may use a VIP. It is said, not assumed: a VIP for all is a VIP that any tenant can take.
+    fn policy(&mut self, path: &str, raw: &schema::Vip) -> VipPolicy {
+        let at = raw.address.referenced;
+        let namespaces = match &raw.namespaces {
+            None => {
+                self.complain(
+                    at,
+                    format!("{path}.namespaces"),
+                    "name the namespaces whose Services may have this VIP, or `[\"*\"]` for all",
+                );
+                Namespaces::All
+            }
+            Some(names) if names.iter().any(|name| name.value == "*") => Namespaces::All,
+            Some(names) => Namespaces::Named(names.iter().map(|name| name.value.clone()).collect()),
+        };
+        let nodes = raw.nodes.as_ref().map(|nodes| -> BTreeSet<_> {
+            nodes.value.iter().map(|node| node.value.clone()).collect()
+        });
+        if let Some(raw) = raw.nodes.as_ref().filter(|raw| raw.value.is_empty()) {
+            self.complain(
+                raw.referenced,
+                format!("{path}.nodes"),
+                "a VIP without nodes is served nowhere; name at least one, or leave it out for all",
+            );
+        }
+        let is_external = raw.announce.as_ref().is_some_and(|a| a.value == "external");
+        if !is_external && nodes.as_ref().is_none_or(|nodes| nodes.len() > 1) {
+            self.complain(
+                raw.nodes.as_ref().map_or(at, |nodes| nodes.referenced),
+                format!("{path}.nodes"),
+                "`announce: always` makes every node answer for the VIP; \
+                 name exactly one in `nodes`, or use `announce: external`",
+            );
+        }
+        VipPolicy {
+            nodes,
+            namespaces,
+            auto_assign: raw.auto_assign,
+        }
     }
 
     fn uplinks(&mut self, raw: &Spanned<Vec<Spanned<schema::Uplink>>>) -> Vec<UplinkSpec> {
@@ -291,20 +384,12 @@ impl Checker {
         let schema::Vip {
             address,
             announce,
-            nodes,
+            nodes: _,
             refuse,
             pass,
             namespaces,
             auto_assign: _,
         } = raw;
-        if let Some(nodes) = nodes {
-            self.complain(
-                nodes.referenced,
-                format!("{path}.nodes"),
-                "nodes can only be chosen among peers, which this version does not have; \
-                 leave it out and give the VIP to one node's file",
-            );
-        }
         for (at, namespace) in namespaces.iter().flatten().enumerate() {
             if namespace.value.is_empty() {
                 self.complain(
@@ -442,7 +527,7 @@ impl Checker {
         let port_names: Vec<_> = ports.value.iter().map(|port| &*port.name.value).collect();
         let ranges = instance_ports.as_ref();
         let ports = self.ports(path, &name.value, address, ports);
-        let ranges = self.ranges(path, &name.value, address, &port_names, ranges);
+        let ranges = self.ranges(path, &name.value, address, (&port_names, &ports), ranges);
         let health = health
             .as_ref()
             .and_then(|health| self.health(&format!("{path}.health"), health));
@@ -506,7 +591,7 @@ impl Checker {
         path: &str,
         service: &str,
         vip: Option<IpAddr>,
-        port_names: &[&str],
+        (port_names, ports): (&[&str], &[PortSpec]),
         raw: Option<&BTreeMap<String, Text>>,
     ) -> Vec<InstancePorts> {
         let mut ranges = Vec::new();
@@ -531,10 +616,14 @@ impl Checker {
                 let who = format!("instance ports `{port_name}` of service `{service}`");
                 self.claim(path, vip, (base, last), who, range.referenced);
             }
+            // Without one there is a complaint about it already.
+            let target = ports.iter().find(|port| port.name == *port_name);
             ranges.push(InstancePorts {
                 port_name: port_name.clone(),
+                target_port: target.map_or(0, |port| port.target_port),
                 base,
                 last,
+                except: BTreeSet::new(),
             });
         }
         ranges
@@ -629,6 +718,8 @@ impl Checker {
                 address: ip,
                 uid: String::new(),
                 ready: ready.unwrap_or(true),
+                draining: false,
+                ports: None,
             });
         }
         backends
@@ -813,7 +904,8 @@ fn contains(net: IpAddr, length: u8, address: IpAddr) -> bool {
     IpNet::new(net, length).is_ok_and(|net| net.contains(&address))
 }
 
-fn parse_range(text: &str) -> Option<(u16, u16)> {
+/// First and last port of a range such as `6200-6231`.
+pub(crate) fn parse_range(text: &str) -> Option<(u16, u16)> {
     let (base, last) = text.split_once('-').unwrap_or((text, text));
     let (base, last) = (port_number(base.trim())?, port_number(last.trim())?);
     (base <= last).then_some((base, last))

@@ -16,6 +16,8 @@ fn checked(port: u16, fail: u32, addresses: &[IpAddr]) -> DesiredState {
         address: *address,
         uid: String::new(),
         ready: true,
+        draining: false,
+        ports: None,
     };
     DesiredState {
         services: vec![ServiceSpec {

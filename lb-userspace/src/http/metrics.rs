@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, text};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, NoLabelSet, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
@@ -20,7 +20,8 @@ use crate::dataplane::read::{
     VipView,
 };
 use crate::dataplane::{AttachedMode, DataplaneError};
-use crate::observed::{Measured, Snapshot};
+use crate::kubernetes::LATENCY_BUCKETS_MS;
+use crate::observed::{Followed, Measured, Snapshot};
 
 /// The text's type.
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -61,8 +62,6 @@ pub(super) fn render(
         plan,
         write,
         map_writes,
-        reloads,
-        reload_failures,
         health_changes,
     } = measured.clone();
     registry.register("plan_duration_seconds", "Time to plan the tables", plan);
@@ -72,16 +71,6 @@ pub(super) fn render(
         write,
     );
     registry.register("map_writes", "Map writes and removals", map_writes);
-    registry.register(
-        "config_reloads",
-        "Configurations that were read and good",
-        reloads,
-    );
-    registry.register(
-        "config_reload_failures",
-        "Configurations that could not be served",
-        reload_failures,
-    );
     registry.register(
         "health_check_changes",
         "Changes of a backend's health",
@@ -116,6 +105,8 @@ impl Scrape {
     fn agent(&self, out: &mut Output<'_>) -> fmt::Result {
         let Snapshot {
             state_age,
+            file,
+            kubernetes,
             ready,
             warnings,
             idle,
@@ -137,9 +128,23 @@ impl Scrape {
         out.gauge("ready", "Whether /readyz says so", f64::from(*ready))?;
         out.gauge(
             "state_age_seconds",
-            "How long the source has been out of reach or wrong; 0 while it is not",
+            "Time since the source last showed that the state is its own; 0 for a file that is good",
             state_age.as_secs_f64(),
         )?;
+        out.gauge(
+            "config_rejected",
+            "Whether the configuration file as it is now cannot be served",
+            f64::from(file.problem.is_some()),
+        )?;
+        let results = [("good", file.good), ("bad", file.bad)];
+        out.counters(
+            "config_reads",
+            "Configurations that were read, by whether they could be served",
+            results.map(|(result, count)| (vec![("result", result.to_owned())], count)),
+        )?;
+        if let Some(followed) = kubernetes {
+            out.kubernetes(followed)?;
+        }
         out.gauge(
             "unfulfilled_wishes",
             "What the source wants and the tables do not hold: clashes, full ranges; the log names them",
@@ -360,6 +365,29 @@ impl Output<'_> {
         Ok(())
     }
 
+    fn kubernetes(&mut self, followed: &Followed) -> fmt::Result {
+        let Followed { leads, latency } = followed;
+        self.gauge(
+            "kubernetes_leader",
+            "Whether this agent writes status, slots and Events of the Services",
+            f64::from(*leads),
+        )?;
+        let beyond = latency.count - latency.buckets.iter().sum::<u64>();
+        let bounds = LATENCY_BUCKETS_MS.iter().map(|ms| f64::from(*ms) / 1000.0);
+        let buckets: Vec<_> = bounds
+            .zip(latency.buckets)
+            .chain([(f64::MAX, beyond)])
+            .collect();
+        let mut metric = self.encoder.encode_descriptor(
+            "kubernetes_event_to_maps_seconds",
+            "Time from a watch event to the maps.",
+            None,
+            MetricType::Histogram,
+        )?;
+        let sum = latency.sum.as_secs_f64();
+        metric.encode_histogram::<NoLabelSet>(sum, latency.count, &buckets, None)
+    }
+
     /// The counters of something that traffic goes through; `in` is from clients.
     fn traffic(
         &mut self,
@@ -401,6 +429,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::kubernetes::Latency;
     use crate::observed::{CheckResult, Observed};
 
     fn views() -> Views {
@@ -492,6 +521,15 @@ mod tests {
         observed.lost("eth1", 9);
         let mut snapshot = observed.snapshot();
         snapshot.state_age = Duration::from_millis(1500);
+        snapshot.file.bad = 2;
+        snapshot.kubernetes = Some(Followed {
+            leads: true,
+            latency: Latency {
+                buckets: [0, 0, 0, 3, 0, 0, 0, 0, 0, 0],
+                count: 4,
+                sum: Duration::from_millis(2028),
+            },
+        });
         snapshot.checks = vec![CheckResult {
             service: "metal3/ironic".to_owned(),
             instance: "ironic-0".to_owned(),
@@ -515,6 +553,10 @@ mod tests {
             r#"ironlb_vip_announced{vip="172.22.0.2",interface="eth1"} 1.0"#.to_owned(),
             "ironlb_state_age_seconds 1.5".to_owned(),
             "ironlb_plan_duration_seconds_count 1".to_owned(),
+            r#"ironlb_config_reads_total{result="bad"} 2"#.to_owned(),
+            "ironlb_kubernetes_leader 1.0".to_owned(),
+            r#"ironlb_kubernetes_event_to_maps_seconds_bucket{le="0.01"} 3"#.to_owned(),
+            r#"ironlb_kubernetes_event_to_maps_seconds_bucket{le="+Inf"} 4"#.to_owned(),
             r#"ironlb_health_check_up{service="metal3/ironic",instance_name="ironic-0",address="10.244.0.11"} 0.0"#.to_owned(),
             format!("ironlb_port_bytes_total{{{port},direction=\"out\"}} 40"),
             format!("ironlb_port_backends{{{port}}} 2.0"),

@@ -286,7 +286,7 @@ impl Server {
             None => text(
                 StatusCode::NOT_FOUND,
                 format!(
-                    "not yet: no VIP port leads to {peer}; is it listed in an EndpointSlice of a served Service?\n"
+                    "not yet: no VIP port leads to {peer}; is it listed in an EndpointSlice of a Service that is served on this node?\n"
                 ),
             ),
         }

@@ -3,7 +3,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use proptest::prelude::*;
 
 use super::*;
-use crate::desired::{Announce, InstancePorts, PassSpec, Refuse, VipSpec};
+use crate::desired::{Announce, InstancePorts, PassSpec, PortSpec, Refuse, VipSpec};
 
 const VIP: IpAddr = IpAddr::V4(Ipv4Addr::new(172, 22, 0, 2));
 
@@ -27,6 +27,8 @@ fn backend(number: u8) -> BackendSpec {
         address: pod(number),
         uid: String::new(),
         ready: true,
+        draining: false,
+        ports: None,
     }
 }
 
@@ -41,8 +43,10 @@ fn port(name: &str, port: u16, target_port: u16) -> PortSpec {
 fn range(port_name: &str, base: u16, last: u16) -> InstancePorts {
     InstancePorts {
         port_name: port_name.into(),
+        target_port: 8080,
         base,
         last,
+        except: BTreeSet::new(),
     }
 }
 
@@ -131,6 +135,81 @@ fn a_backend_that_is_not_ready_stays_without_being_eligible() {
     );
 }
 
+/// What each state of two pods lets them serve: of the shared port, and of the instance port that they
+/// share as two incarnations.
+#[test]
+fn draining_backends_serve_where_nobody_is_ready() {
+    const READY: (bool, bool) = (true, false);
+    const DRAINING: (bool, bool) = (false, true);
+    const NEITHER: (bool, bool) = (false, false);
+    let cases = [
+        (READY, READY, ["00", "01"].as_slice(), ["00"].as_slice()),
+        (READY, DRAINING, &["00"], &["00"]),
+        (DRAINING, READY, &["01"], &["01"]),
+        (DRAINING, DRAINING, &["00", "01"], &["00"]),
+        (NEITHER, DRAINING, &["01"], &["01"]),
+        (NEITHER, NEITHER, &[], &[]),
+    ];
+    for (first, second, shared, instance) in cases {
+        let mut service = ironic(2);
+        for (backend, (ready, draining)) in service.backends.iter_mut().zip([first, second]) {
+            (backend.ready, backend.draining) = (ready, draining);
+            backend.slot = Some(3);
+        }
+        let (tables, warnings) = plan(&state(vec![service]), &Health::default());
+        assert_eq!(warnings, []);
+        let eligible = |port| -> Vec<String> {
+            let all = leads_to(&tables, port);
+            assert_eq!(all.len(), 2, "nobody's flows end");
+            let takes = all.into_iter().filter(|name| !name.starts_with('!'));
+            takes.map(|name| name[7..9].to_owned()).collect()
+        };
+        let what = format!("{first:?} and {second:?}");
+        assert_eq!(eligible(6385), shared, "shared port of {what}");
+        assert_eq!(eligible(6203), instance, "instance port of {what}");
+    }
+}
+
+#[test]
+fn a_drain_helps_no_backend_whose_checks_fail() {
+    let mut service = ironic(2);
+    service.backends[0].draining = true;
+    service.backends[0].ready = false;
+    let mut health = Health::default();
+    health.set("ironic", pod(1), false);
+    let wanted = state(vec![service]);
+    let (tables, _) = plan(&wanted, &health);
+    assert_eq!(
+        leads_to(&tables, 6385),
+        ["ironic-00:6385", "!ironic-01:6385"]
+    );
+    health.set("ironic", pod(0), false);
+    let (tables, _) = plan(&wanted, &health);
+    assert_eq!(
+        leads_to(&tables, 6385),
+        ["!ironic-00:6385", "!ironic-01:6385"]
+    );
+}
+
+#[test]
+fn a_backend_with_ports_of_its_own_has_no_others() {
+    let mut service = ironic(3);
+    service.backends[0].ports = Some(BTreeMap::from([("api".into(), 7385)]));
+    service.backends[1].ports = Some(BTreeMap::from([("images".into(), 7180)]));
+    let (tables, warnings) = plan(&state(vec![service]), &Health::default());
+    assert_eq!(warnings, []);
+    assert_eq!(
+        leads_to(&tables, 6385),
+        ["ironic-00:7385", "ironic-02:6385"]
+    );
+    assert_eq!(
+        leads_to(&tables, 6180),
+        ["ironic-01:7180", "ironic-02:8080"]
+    );
+    assert!(!tables.ports.contains_key(&(VIP, 6200)), "it has no images");
+    assert_eq!(leads_to(&tables, 6201), ["ironic-01:7180"]);
+}
+
 #[test]
 fn a_service_without_backends_keeps_its_shared_ports() {
     let (tables, warnings) = plan(&state(vec![ironic(0)]), &Health::default());
@@ -196,9 +275,10 @@ fn a_port_that_two_services_want_stays_with_the_first_by_name() {
 }
 
 #[test]
-fn clashes_of_slots_and_ranges_lose_alone() {
-    let mut service = ironic(2);
-    service.backends[1].slot = Some(0);
+fn ranges_that_do_not_fit_lose_alone() {
+    let mut service = ironic(1);
+    service.instance_ports[0].except.insert(6201);
+    service.backends.push(backend(1));
     service.backends.push(BackendSpec {
         slot: Some(40),
         ..backend(9)
@@ -207,7 +287,6 @@ fn clashes_of_slots_and_ranges_lose_alone() {
         slot: None,
         ..backend(10)
     });
-    service.instance_ports.push(range("isos", 7000, 7010));
     let (tables, warnings) = plan(&state(vec![service]), &Health::default());
     let ports: Vec<_> = tables.ports.keys().map(|(_, port)| *port).collect();
     assert_eq!(ports, [6180, 6200, 6385]);
@@ -216,9 +295,7 @@ fn clashes_of_slots_and_ranges_lose_alone() {
     assert_eq!(
         messages(&warnings),
         [
-            "service ironic: slot 0 of ironic-01 is already that of ironic-00; ironic-01 has no instance port",
             "service ironic: instance ports `images` end before slot 40 of ironic-09; it has no port there",
-            "service ironic: instance ports are for a port `isos`, which it does not have",
         ]
     );
 }
@@ -268,8 +345,11 @@ fn ports_beyond_the_maps_lose_in_order() {
 /// Desired states with few names and numbers, so that everything that can clash does.
 fn any_state() -> impl Strategy<Value = DesiredState> {
     // Instances are unique in a service; the same pods may be in several.
-    let backends =
-        prop::collection::btree_map(0..9_u8, (prop::option::of(0..6_u32), any::<bool>()), 0..8);
+    let backends = prop::collection::btree_map(
+        0..9_u8,
+        (prop::option::of(0..6_u32), any::<(bool, bool)>()),
+        0..8,
+    );
     let ports = prop::collection::btree_map("[a-d]", (80..90_u16, 80..83_u16), 1..5);
     let ranges = prop::collection::btree_map("[a-e]", (80..90_u16, 0..6_u16), 0..3);
     let service = (0..3_u8, ports, ranges, backends, any::<bool>());
@@ -304,9 +384,10 @@ fn any_state() -> impl Strategy<Value = DesiredState> {
                         health: None,
                         backends: backends
                             .into_iter()
-                            .map(|(number, (slot, ready))| BackendSpec {
+                            .map(|(number, (slot, (ready, draining)))| BackendSpec {
                                 slot,
                                 ready,
+                                draining,
                                 ..backend(number)
                             })
                             .collect(),
@@ -381,7 +462,7 @@ proptest! {
             prop_assert!(row.backends.len() <= MAX_BACKENDS_PER_PORT);
             prop_assert!(row.backends.is_sorted_by_key(|backend| &backend.instance));
             if row.slot.is_some() {
-                prop_assert!(row.backends.len() <= 1);
+                prop_assert!(row.backends.iter().filter(|b| b.eligible).count() <= 1);
             }
             for backend in &row.backends {
                 *leading.entry((backend.address, backend.port)).or_default() += 1;

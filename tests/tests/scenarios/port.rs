@@ -239,8 +239,8 @@ fn a_bad_file_is_told_as_an_old_state_and_the_loglevel_changes_while_it_runs() {
     let limit = Duration::from_secs(10);
     wait_until("the mistake is a metric", limit, || {
         let (_, text) = ask(&node.namespace, LOOPBACK, "/metrics", &[]);
-        let failures = metric(&text, "ironlb_config_reload_failures_total");
-        Ok(failures == 1.0 && metric(&text, "ironlb_state_age_seconds") > 0.0)
+        let is_bad = metric(&text, "ironlb_config_rejected") == 1.0;
+        Ok(is_bad && metric(&text, "ironlb_state_age_seconds") > 0.0)
     })
     .expect("an old state");
     let (_, text) = ask(&node.namespace, LOOPBACK, "/readyz", &[]);
