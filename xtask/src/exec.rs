@@ -80,7 +80,7 @@ impl Supervised {
             .stdin(Stdio::null())
             .process_group(0)
             .spawn()
-            .with_context(|| format!("start {command:?}"))?;
+            .with_context(|| format!("start {}", shown(command)))?;
         let entry = (Pid::from_child(&child), how);
         *child_slot() = Some(entry);
         if interrupted() {
@@ -89,7 +89,7 @@ impl Supervised {
         }
         Ok(Self {
             child,
-            what: format!("{command:?}"),
+            what: shown(command),
         })
     }
 
@@ -148,6 +148,15 @@ pub fn command(program: impl AsRef<OsStr>) -> Command {
     command
 }
 
+/// A command as a person would type it.
+fn shown(command: &Command) -> String {
+    let words: Vec<_> = std::iter::once(command.get_program())
+        .chain(command.get_args())
+        .map(OsStr::to_string_lossy)
+        .collect();
+    format!("`{}`", words.join(" "))
+}
+
 /// Runs a command to its end; its output goes to the terminal.
 ///
 /// # Errors
@@ -155,7 +164,7 @@ pub fn command(program: impl AsRef<OsStr>) -> Command {
 pub fn exec(command: &mut Command) -> Result<()> {
     let status = Supervised::start(command, Interrupt::Terminate)?.wait()?;
     if !status.success() {
-        bail!("{command:?} ended with {status}");
+        bail!("{} ended with {status}", shown(command));
     }
     Ok(())
 }
@@ -168,10 +177,15 @@ pub fn output(command: &mut Command) -> Result<String> {
     let output = command
         .stdin(Stdio::null())
         .output()
-        .with_context(|| format!("start {command:?}"))?;
+        .with_context(|| format!("start {}", shown(command)))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
-        bail!("{command:?} ended with {}: {}", output.status, said.trim());
+        bail!(
+            "{} ended with {}: {}",
+            shown(command),
+            output.status,
+            said.trim()
+        );
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -22,6 +22,7 @@ const POLICY: &str = "/usr/sbin/policy-rc.d";
 const PROGRAMS: &[(&str, &str, &str)] = &[
     ("ip", "iproute2", "network namespaces, links and routes"),
     ("tc", "iproute2", "foreign filters beside our own"),
+    ("mount", "mount", "the BPF file system"),
     ("nsenter", "util-linux", "agents inside a network namespace"),
     ("ethtool", "ethtool", "offloads of the laboratory's links"),
     ("bpftool", "bpftool", "a look at maps and programs"),

@@ -511,3 +511,89 @@ fn the_message_names_the_file() {
         "{missing}"
     );
 }
+
+/// The same format, for an agent that takes services from Kubernetes.
+const CLUSTER: &str = "\
+apiVersion: ironlb.dev/v1
+uplinks: [{subnet: 172.22.0.0/24}]
+vips:
+  - {address: 172.22.0.2, nodes: [node-a], namespaces: [metal3, other], autoAssign: true}
+  - {address: 172.22.0.3, announce: external, namespaces: [\"*\"]}
+kubernetes: {defaultClass: true, endpointsWithoutPods: true}
+";
+
+#[test]
+fn a_cluster_s_file_says_who_may_use_a_vip_and_where() {
+    let config = parse_cluster(Path::new("lb.yaml"), CLUSTER).expect("a good file");
+    assert_eq!(config.state.vips.len(), 2);
+    assert_eq!(config.state.services, []);
+    assert!(config.default_class && config.endpoints_without_pods);
+    let first = &config.policies[&ip("172.22.0.2")];
+    assert!(first.auto_assign);
+    assert!(first.is_effective_on("node-a") && !first.is_effective_on("node-b"));
+    assert!(first.namespaces.contain("metal3") && !first.namespaces.contain("tenant"));
+    let second = &config.policies[&ip("172.22.0.3")];
+    assert!(!second.auto_assign && second.is_effective_on("node-b"));
+    assert!(second.namespaces.contain("tenant"));
+    // Without the section nothing is taken that does not name us.
+    let text = CLUSTER.replace(
+        "kubernetes: {defaultClass: true, endpointsWithoutPods: true}\n",
+        "",
+    );
+    let config = parse_cluster(Path::new("lb.yaml"), &text).expect("a good file");
+    assert!(!config.default_class && !config.endpoints_without_pods);
+}
+
+#[test]
+fn a_cluster_s_file_that_would_let_anybody_or_nobody_serve_is_refused() {
+    let cases = [
+        (
+            ", namespaces: [metal3, other]",
+            "",
+            "4:15: vips[0].namespaces: name the namespaces whose Services may have this VIP, or `[\"*\"]` for all",
+        ),
+        (
+            "[metal3, other]",
+            "['']",
+            "4:57: vips[0].namespaces[0]: empty",
+        ),
+        (
+            ", nodes: [node-a]",
+            "",
+            "4:15: vips[0].nodes: `announce: always` makes every node answer for the VIP; name exactly one in `nodes`",
+        ),
+        (
+            "[node-a]",
+            "[node-a, node-b]",
+            "4:34: vips[0].nodes: `announce: always` makes every node answer",
+        ),
+        (
+            "announce: external",
+            "announce: external, nodes: []",
+            "5:54: vips[1].nodes: a VIP without nodes is served nowhere",
+        ),
+        (
+            "defaultClass: true",
+            "defaultClas: true",
+            "6:14: kubernetes.defaultClas: unknown field",
+        ),
+        (
+            "kubernetes:",
+            "services: [{name: x, vip: 172.22.0.2, ports: [{name: a, port: 1}]}]\nkubernetes:",
+            "6:19: services: services come from Kubernetes here; remove the section",
+        ),
+    ];
+    for (good, bad, expected) in cases {
+        let text = CLUSTER.replace(good, bad);
+        assert_ne!(text, CLUSTER, "{good} is in the file");
+        let Err(ConfigError::Invalid { problems, .. }) = parse_cluster(Path::new("lb.yaml"), &text)
+        else {
+            panic!("expected a mistake in\n{text}");
+        };
+        let found: Vec<_> = problems.iter().map(ToString::to_string).collect();
+        assert!(
+            found.len() == 1 && found[0].starts_with(expected),
+            "{expected}: {found:?}"
+        );
+    }
+}

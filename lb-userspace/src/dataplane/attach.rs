@@ -202,9 +202,14 @@ fn forward(
         // completes it, and an incremental rewrite would spoil it.
         Mode::Auto if ["veth", "tun", "bridge"].iter().any(|kind| port.is(kind)) => {
             let kind = port.kind.as_deref().unwrap_or_default();
-            Some(format!(
-                "XDP on a {kind} device would see unfinished checksums"
-            ))
+            let sums = format!("XDP on a {kind} device would see unfinished checksums");
+            let (_, foreign) = xdp_of_others(pins, port)?;
+            Some(match foreign {
+                Some(foreign) => {
+                    format!("{foreign} is attached by somebody else and stays; {sums}")
+                }
+                None => sums,
+            })
         }
         Mode::Auto | Mode::Native => match attach_xdp(pins, object, port)? {
             Ok(id) => {
@@ -242,6 +247,20 @@ fn forward(
     Ok((AttachedMode::Tc, reason))
 }
 
+/// A pinned link of ours, and the id of its program.
+type Ours = (FdLink, u32);
+
+/// Our pinned XDP link, and the program of somebody else, by name and id.
+fn xdp_of_others(
+    pins: &Pins,
+    port: &Interface,
+) -> Result<(Option<Ours>, Option<String>), DataplaneError> {
+    let ours = pinned_link(pins, Hook::Xdp, port, |id| Ok(port.xdp.contains(&id)))?;
+    let is_foreign = |id: &&u32| ours.as_ref().is_none_or(|(_, own)| own != *id);
+    let foreign = port.xdp.iter().find(is_foreign).map(|id| program_name(*id));
+    Ok((ours, foreign))
+}
+
 /// Adopts or makes the XDP link.
 fn attach_xdp(
     pins: &Pins,
@@ -255,10 +274,8 @@ fn attach_xdp(
         program::XDP_PLAIN
     };
     let pin = pins.link(Hook::Xdp, port.index);
-    let old = pinned_link(pins, Hook::Xdp, port, |id| Ok(port.xdp.contains(&id)))?;
-    let foreign = |id: &&u32| old.as_ref().is_none_or(|(_, ours)| *ours != **id);
-    if let Some(id) = port.xdp.iter().find(foreign) {
-        let foreign = program_name(*id);
+    let (old, foreign) = xdp_of_others(pins, port)?;
+    if let Some(foreign) = foreign {
         let reason = format!(
             "{foreign} is attached by somebody else and stays; without it ironlb would use XDP"
         );
@@ -413,7 +430,7 @@ fn pinned_link(
     hook: Hook,
     port: &Interface,
     is_here: impl FnOnce(u32) -> Result<bool, DataplaneError>,
-) -> Result<Option<(FdLink, u32)>, DataplaneError> {
+) -> Result<Option<Ours>, DataplaneError> {
     let path = pins.link(hook, port.index);
     let broken =
         |error: LinkError| DataplaneError::pins("open", &path, io::Error::other(chain(&error)));

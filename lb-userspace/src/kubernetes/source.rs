@@ -25,8 +25,10 @@ use crate::tables::TableSet;
 
 /// The Lease of the election.
 const WRITER_LEASE: &str = "ironlb-writer";
-/// How long changes are gathered before they are looked at; longer where looking takes longer.
-const GATHER: Duration = Duration::from_millis(5);
+/// How long changes are gathered before they are looked at: so long, or as long as the last look took,
+/// which leaves half of a processor to others however fast changes come.
+const SHORTEST_GATHER: Duration = Duration::from_millis(5);
+const LONGEST_GATHER: Duration = Duration::from_millis(50);
 /// How often a start that waits for the API says so.
 const SAY_AGAIN: Duration = Duration::from_secs(10);
 
@@ -136,7 +138,7 @@ impl Source {
             election,
             tasks,
             changed: None,
-            gather: GATHER,
+            gather: SHORTEST_GATHER,
         }
     }
 
@@ -229,8 +231,7 @@ impl Source {
             is_new
         });
         if let Some((since, begun)) = self.changed.take() {
-            // Half of the time at most goes into looking, however fast changes come.
-            self.gather = begun.elapsed().max(GATHER);
+            self.gather = begun.elapsed().clamp(SHORTEST_GATHER, LONGEST_GATHER);
             if has_written {
                 let took = since.elapsed();
                 self.status.applied(took);
@@ -283,7 +284,12 @@ async fn stand(
             }
             status.set_leads(until.is_some());
         }
-        leads.send_replace(until);
+        // Only a change of hands wakes the writer.
+        leads.send_if_modified(|last| {
+            let changes_hands = last.is_some() != until.is_some();
+            *last = until;
+            changes_hands
+        });
         sleep(pause).await;
     }
 }

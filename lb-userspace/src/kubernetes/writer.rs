@@ -33,8 +33,8 @@ pub(super) const MANAGER: &str = "ironlb";
 pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 /// How often everything is gone through without a sign of change.
 const PERIOD: Duration = Duration::from_secs(60);
-/// How often problems are gone through while changes come in.
-const EVENTS_PERIOD: Duration = Duration::from_secs(1);
+/// How long problems may pass by themselves before they are told.
+const EVENTS_WAIT: Duration = Duration::from_secs(1);
 /// Events that one Service may cause; what is beyond them stays in the log.
 const MOST_EVENTS: usize = 20;
 
@@ -86,31 +86,41 @@ impl Writer {
         let mut events_due = next;
         loop {
             tokio::select! {
-                changed = self.published.changed() => if changed.is_err() { return },
-                changed = self.leads_until.changed() => if changed.is_err() { return },
-                () = self.agents_sign.raised() => { self.agents_sign.take(); }
+                changed = self.published.changed() => {
+                    if changed.is_err() {
+                        return;
+                    }
+                    events_due = events_due.min(Instant::now() + EVENTS_WAIT);
+                }
+                changed = self.leads_until.changed() => {
+                    if changed.is_err() {
+                        return;
+                    }
+                    // What a former writer did is not known.
+                    self.written.clear();
+                    events_due = Instant::now();
+                }
+                () = self.agents_sign.raised() => drop(self.agents_sign.take()),
                 () = sleep_until(next) => {}
             }
-            next = Instant::now() + PERIOD;
-            if !self.may_write() {
-                self.written.clear();
-                continue;
-            }
-            let Some(published) = self.published.borrow_and_update().clone() else {
+            let published = self.published.borrow_and_update().clone();
+            let (true, Some(published)) = (self.may_write(), published) else {
+                next = Instant::now() + PERIOD;
                 continue;
             };
             let mut whole = self.write_services(&published).await;
-            let now = Instant::now();
-            if now < events_due {
-                next = next.min(events_due);
-            } else if whole {
+            if whole && Instant::now() >= events_due {
                 whole = self.tell_problems(&published).await;
-                events_due = now + EVENTS_PERIOD;
+                events_due = Instant::now() + PERIOD;
             }
             self.failures = if whole { 0 } else { self.failures + 1 };
-            if !whole {
-                next = next.min(now + wait_after(self.failures));
-            }
+            let now = Instant::now();
+            let again = if whole {
+                PERIOD
+            } else {
+                wait_after(self.failures)
+            };
+            next = (now + again).min(events_due.max(now));
         }
     }
 

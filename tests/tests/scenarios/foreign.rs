@@ -224,5 +224,9 @@ fn a_foreign_xdp_program_is_named_and_stays() {
     let auto = Agent::start(node, &lab.config("auto")).expect("auto serves by TC");
     get(&lab.hosts[0].namespace, VIP, API_PORT, "/").expect("answer");
     assert_eq!(on_the_interface(), id);
-    drop(auto);
+    let said = auto.process.log().expect("log");
+    assert!(
+        said.contains("foreign") && said.contains(&id.to_string()),
+        "{said}"
+    );
 }

@@ -261,13 +261,15 @@ fn a_service_without_endpoints_is_served_and_refuses() {
     assert_eq!(outcome.vips, BTreeSet::from([ip("172.22.0.2")]));
 }
 
-/// (namespace, annotations, spec, VIPs it gets, what is told)
+/// Namespace, annotations, members of spec, VIPs that it gets, what is told.
+type Asking<'a> = (&'a str, Value, Value, &'a [&'a str], &'a [&'a str]);
+
 #[test]
 fn a_vip_comes_from_the_list_and_for_allowed_namespaces_alone() {
     let none = json!({VIP: null});
     let asks = |vips: &str| json!({VIP: vips});
     let by_field = json!({"loadBalancerIP": "172.22.0.3"});
-    let cases: Vec<(&str, Value, Value, &[&str], &[&str])> = vec![
+    let cases: Vec<Asking<'_>> = vec![
         (
             "metal3",
             asks("172.22.0.2"),
