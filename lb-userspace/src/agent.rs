@@ -6,7 +6,8 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant as Clock};
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
@@ -19,7 +20,9 @@ use crate::dataplane::{
 };
 use crate::desired::DesiredState;
 use crate::health::Checks;
+use crate::http::{self, LogFilter};
 use crate::kubernetes::{self, SourceError};
+use crate::observed::Observed;
 use crate::plan;
 use crate::source::{Prepared, Source};
 use crate::tables::TableSet;
@@ -30,7 +33,7 @@ const ROUND: Duration = Duration::from_secs(2);
 const GONE_AGAIN: Duration = Duration::from_millis(200);
 
 /// How the agent runs.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Options {
     /// The file.
     pub config: PathBuf,
@@ -40,6 +43,10 @@ pub struct Options {
     pub dataplane: dataplane::Options,
     /// Whether the data plane ends with the agent.
     pub detach_on_exit: bool,
+    /// The port for metrics and probes, if there is to be one.
+    pub http: Option<http::Options>,
+    /// The log's filter.
+    pub log: Arc<dyn LogFilter>,
 }
 
 /// Who this agent is in a cluster.
@@ -100,6 +107,10 @@ pub fn run(options: Options) -> Result<(), AgentError> {
             Err(DataplaneError::NotLoaded { .. })
         );
         let dataplane = Dataplane::open(&options.dataplane)?;
+        let observed = Arc::new(Observed::new());
+        if let Some(http) = options.http {
+            tokio::spawn(http::serve(http, Arc::clone(&observed), options.log));
+        }
         let (mut source, state) = tokio::select! {
             started = prepared.start() => started,
             () = signals.end() => {
@@ -107,7 +118,7 @@ pub fn run(options: Options) -> Result<(), AgentError> {
                 return Ok(());
             }
         };
-        let mut agent = Agent::new(dataplane, state);
+        let mut agent = Agent::new(dataplane, state, observed);
         if let Err(error) = agent.start() {
             if first {
                 // What served before goes on; a start from nothing leaves nothing.
@@ -159,9 +170,10 @@ impl Signals {
 
 struct Agent {
     dataplane: Dataplane,
+    observed: Arc<Observed>,
     state: DesiredState,
     checks: Checks,
-    tables: TableSet,
+    tables: Arc<TableSet>,
     attachments: Vec<Attachment>,
     /// Whether the maps hold `tables` for the present attachments.
     in_step: bool,
@@ -179,12 +191,13 @@ struct Agent {
 }
 
 impl Agent {
-    fn new(dataplane: Dataplane, state: DesiredState) -> Self {
+    fn new(dataplane: Dataplane, state: DesiredState, observed: Arc<Observed>) -> Self {
         Self {
             dataplane,
+            observed,
             state,
             checks: Checks::default(),
-            tables: TableSet::default(),
+            tables: Arc::default(),
             attachments: Vec::new(),
             in_step: false,
             gone_due: None,
@@ -210,6 +223,10 @@ impl Agent {
 
     async fn serve(&mut self, source: &mut Source, signals: &mut Signals) {
         source.in_step(&self.tables, &self.idle, true);
+        self.observed.file(source.history());
+        if let Some(kubernetes) = source.kubernetes() {
+            self.observed.follow(Arc::clone(kubernetes));
+        }
         let mut round = interval(ROUND);
         round.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -228,6 +245,7 @@ impl Agent {
                 }
                 () = source.changed() => self.reload(source),
                 change = self.checks.changed() => {
+                    self.observed.measured.health_changes.inc();
                     match change.failure {
                         None => info!("{change}"),
                         Some(_) => warn!("{change}"),
@@ -245,11 +263,14 @@ impl Agent {
             if self.in_step {
                 source.in_step(&self.tables, &self.idle, has_written);
             }
+            self.observed.turned();
         }
     }
 
     fn reload(&mut self, source: &mut Source) {
-        match source.news() {
+        let news = source.news();
+        self.observed.file(source.history());
+        match news {
             Ok(None) => {}
             Ok(Some(state)) if state == self.state => debug!("the same is wanted as before"),
             Ok(Some(state)) => {
@@ -269,17 +290,24 @@ impl Agent {
     }
 
     fn plan(&mut self) {
+        let started = Clock::now();
         let (tables, warnings) = plan::plan(&self.state, self.checks.health());
+        let took = started.elapsed();
         self.warnings.tell(warnings.iter().map(ToString::to_string));
-        if tables != self.tables {
-            self.tables = tables;
+        if tables != *self.tables {
+            self.tables = Arc::new(tables);
             self.in_step = false;
         }
+        let health = self.checks.health();
+        self.observed
+            .planned(took, &self.state, health, &self.tables, warnings.len());
     }
 
     fn attach(&mut self) -> Result<(), DataplaneError> {
         let uplinks = &self.state.uplinks;
-        let AttachReport { attachments, idle } = self.dataplane.attach(uplinks, &self.tables)?;
+        let attached = self.dataplane.attach(uplinks, &self.tables);
+        self.observed.attached(attached.as_ref());
+        let AttachReport { attachments, idle } = attached?;
         let notes = attachments.iter().filter_map(|attachment| {
             let note = attachment.note.as_ref()?;
             Some(format!("{}: {note}", attachment.interface))
@@ -293,7 +321,10 @@ impl Agent {
     }
 
     fn apply(&mut self) -> Result<(), DataplaneError> {
-        let applied = self.dataplane.apply(&self.tables)?;
+        let started = Clock::now();
+        let applied = self.dataplane.apply(&self.tables);
+        self.observed.applied(started.elapsed(), applied.as_ref());
+        let applied = applied?;
         self.in_step = true;
         let writes = applied.writes;
         self.note(applied);

@@ -330,6 +330,38 @@ pub fn route_to(address: IpAddr) -> Result<Option<u32>, InterfaceError> {
     }
 }
 
+/// The next hop of a default route, IPv4 first; `None` where there is none that can be named alone.
+pub fn default_gateway() -> Result<Option<IpAddr>, InterfaceError> {
+    let mut gateways = BTreeSet::new();
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        let mut question = RouteMessage::default();
+        question.header.address_family = family;
+        let question = RouteNetlinkMessage::GetRoute(question);
+        Netlink::open()?.ask("routes", question, NLM_F_DUMP, |message| {
+            if let RouteNetlinkMessage::NewRoute(route) = message
+                && !default_route(&route).is_empty()
+            {
+                gateways.extend(gateway(&route));
+            }
+        })?;
+    }
+    Ok(gateways.into_iter().next())
+}
+
+/// The next hop of a route; a link-local one would be of use with its interface only.
+fn gateway(route: &RouteMessage) -> Option<IpAddr> {
+    let hops = route.attributes.iter();
+    let mut hops = hops.filter_map(|attribute| match attribute {
+        RouteAttribute::Gateway(RouteAddress::Inet(address)) => Some(IpAddr::V4(*address)),
+        RouteAttribute::Gateway(RouteAddress::Inet6(address)) => Some(IpAddr::V6(*address)),
+        _ => None,
+    });
+    hops.find(|address| match address {
+        IpAddr::V4(address) => !address.is_link_local(),
+        IpAddr::V6(address) => !address.is_unicast_link_local(),
+    })
+}
+
 /// Ends an XDP attachment that was made by netlink, if it still is `program`'s.
 pub fn clear_xdp(index: u32, program: BorrowedFd<'_>) -> Result<(), InterfaceError> {
     /// `XDP_FLAGS_DRV_MODE | XDP_FLAGS_REPLACE` of `linux/if_link.h`.

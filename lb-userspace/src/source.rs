@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tracing::info;
 
-use crate::config::source::FileSource;
+use crate::config::source::{FileSource, History};
 use crate::config::{ClusterConfig, ConfigError, parse, parse_cluster};
 use crate::desired::DesiredState;
 use crate::kubernetes;
@@ -69,6 +69,14 @@ impl Source {
         match self {
             Self::File(file) => file.path(),
             Self::Kubernetes(kubernetes) => kubernetes.file().path(),
+        }
+    }
+
+    /// How the file fared so far.
+    pub fn history(&self) -> &History {
+        match self {
+            Self::File(file) => file.history(),
+            Self::Kubernetes(kubernetes) => kubernetes.file().history(),
         }
     }
 

@@ -38,6 +38,10 @@ const PROGRAMS: &[(&str, &str, &str)] = &[
     ("sysctl", "procps", "kernel settings of a namespace"),
 ];
 
+/// What tests run besides: as [`PROGRAMS`].
+const TEST_PROGRAMS: &[(&str, &str, &str)] =
+    &[("promtool", "prometheus", "checks of the alert rules")];
+
 /// Options of `cargo xtask setup`.
 #[derive(clap::Args)]
 pub struct Options {}
@@ -76,6 +80,15 @@ pub fn ensure() -> Result<()> {
     let toolchain = toolchain()?;
     linker(&toolchain)?;
     bpffs()
+}
+
+/// Installs what is missing to run the tests, besides what [`ensure`] does.
+///
+/// # Errors
+/// As [`run`].
+pub fn ensure_tests() -> Result<()> {
+    ensure()?;
+    install(&missing(TEST_PROGRAMS))
 }
 
 /// Checks that rustup's components for lints and formatting are installed.
@@ -150,11 +163,7 @@ fn rustup_comes_first() -> Result<()> {
 
 /// Installs Debian packages: the laboratory's programs, and the eBPF compiler unless rustup has one.
 fn packages() -> Result<()> {
-    let mut missing: Vec<(&str, &str)> = PROGRAMS
-        .iter()
-        .filter(|(program, ..)| find(program).is_none())
-        .map(|(_, package, why)| (*package, *why))
-        .collect();
+    let mut missing = missing(PROGRAMS);
     let compiler = Path::new("/usr/bin/rustc").exists() && has_source(Path::new("/usr"));
     if existing_toolchain().is_none() && !compiler {
         missing.extend([
@@ -171,6 +180,17 @@ fn packages() -> Result<()> {
         missing.push(("rust-web-clippy", "lints of the eBPF programs"));
     }
     install(&missing)
+}
+
+/// Packages of programs that are not in PATH, and what for.
+fn missing(
+    programs: &[(&'static str, &'static str, &'static str)],
+) -> Vec<(&'static str, &'static str)> {
+    programs
+        .iter()
+        .filter(|(program, ..)| find(program).is_none())
+        .map(|(_, package, why)| (*package, *why))
+        .collect()
 }
 
 /// Installs the linker of eBPF programs, built against the compiler's own LLVM.
@@ -290,12 +310,14 @@ fn install(missing: &[(&str, &str)]) -> Result<()> {
     })
     .context("Debian 12 with its security suite has all of them")?;
     drop(no_services);
-    if packages.contains(&"nginx-light") && Path::new("/run/systemd/system").exists() {
-        stage(
-            "disable nginx.service",
-            "the laboratory starts web servers of its own",
-            || exec(command("systemctl").args(["disable", "--now", "nginx"])),
-        )?;
+    for (package, service) in [("nginx-light", "nginx"), ("prometheus", "prometheus")] {
+        if packages.contains(&package) && Path::new("/run/systemd/system").exists() {
+            stage(
+                &format!("disable {service}.service"),
+                "tests run its programs themselves",
+                || exec(command("systemctl").args(["disable", "--now", service])),
+            )?;
+        }
     }
     Ok(())
 }

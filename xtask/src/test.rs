@@ -24,7 +24,7 @@ pub struct Options {
 /// # Errors
 /// When one fails; the last lines name those that did.
 pub fn run(Options { filter }: Options) -> Result<()> {
-    setup::ensure()?;
+    setup::ensure_tests()?;
     // One selection of crates for all suites: another would build dependencies with other features once more.
     stage(
         "build everything",

@@ -1,16 +1,19 @@
 //! `ironlb agent`: serve what a configuration file or Kubernetes says.
 
 use std::io::{self, IsTerminal as _};
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::Context as _;
 use clap::ValueEnum;
 use lb_common::{DEFAULT_LIVING_FLOWS, DEFAULT_YOUNG_FLOWS};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::{EnvFilter, reload};
 
 use crate::agent::{self, Kubernetes, Options};
 use crate::dataplane;
+use crate::http::{self, LogFilter};
 
 /// Serve a configuration file, or with `--kubernetes` the Services of a cluster: load the programs,
 /// attach them, and keep the tables in step.
@@ -26,6 +29,10 @@ use crate::dataplane;
 /// state goes on serving.
 #[derive(clap::Args)]
 #[command(after_help = "\
+At --listen: /metrics, /healthz, /readyz, /v1/instances/self (for `ironlb instance-env`) and
+/v1/log-level (for `ironlb log-level`). Hosts that come by an uplink are refused there, unless the
+uplink carries one of --node-address.
+
 Signals: SIGHUP reads the file again; SIGTERM and SIGINT end the agent and leave the data plane
 running, unless --detach-on-exit is given.
 
@@ -56,6 +63,20 @@ pub(super) struct Arguments {
     /// Detach everything at the end instead of leaving it running.
     #[arg(long)]
     detach_on_exit: bool,
+    /// Where metrics and probes are served: an address with a port, or `none`
+    /// [default: port 9469 on all addresses].
+    #[arg(long, value_name = "ADDRESS:PORT", value_parser = listen)]
+    listen: Option<Listen>,
+    /// The node's internal addresses, by comma. Without them, an uplink with a default route is taken
+    /// for the one that carries them.
+    #[arg(
+        long,
+        value_name = "IP",
+        env = "HOST_IP",
+        value_delimiter = ',',
+        hide_env_values = true
+    )]
+    node_address: Vec<IpAddr>,
     /// How the log is written (to standard error).
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
@@ -72,6 +93,48 @@ enum LogFormat {
     Json,
 }
 
+/// Where to listen.
+#[derive(Clone, Copy)]
+enum Listen {
+    Nowhere,
+    At(SocketAddr),
+}
+
+fn listen(text: &str) -> Result<Listen, String> {
+    match text {
+        "none" => Ok(Listen::Nowhere),
+        address => address.parse().map(Listen::At).map_err(|_| {
+            "neither `none` nor an address with a port, such as 127.0.0.1:9469 or [::]:9469"
+                .to_owned()
+        }),
+    }
+}
+
+/// The subscriber's filter with its handle, and the text that it came from.
+struct Reloadable<S> {
+    handle: reload::Handle<EnvFilter, S>,
+}
+
+impl<S> LogFilter for Reloadable<S> {
+    fn get(&self) -> String {
+        self.handle
+            .with_current(ToString::to_string)
+            .unwrap_or_else(|error| error.to_string())
+    }
+
+    fn set(&self, filter: &str) -> Result<(), String> {
+        let new = parse_filter(filter).map_err(|error| format!("{error:#}"))?;
+        self.handle.reload(new).map_err(|error| error.to_string())
+    }
+}
+
+fn parse_filter(text: &str) -> anyhow::Result<EnvFilter> {
+    // The Kubernetes client logs every try that fails, and we those that matter, once. A filter that
+    // names it wins.
+    EnvFilter::try_new(format!("kube_client=off,{text}"))
+        .with_context(|| format!("`{text}` is not a log level or filter"))
+}
+
 pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode> {
     let Arguments {
         config,
@@ -81,19 +144,34 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
         living_flows,
         young_flows,
         detach_on_exit,
+        listen,
+        node_address,
         log_format,
         log_level,
     } = arguments;
-    let filter = EnvFilter::try_new(&log_level)
-        .with_context(|| format!("`{log_level}` is not a log level or filter"))?;
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(parse_filter(&log_level)?)
         .with_ansi(io::stderr().is_terminal())
         .with_writer(io::stderr);
-    match log_format {
-        LogFormat::Text => log.init(),
-        LogFormat::Json => log.json().init(),
-    }
+    let log: Arc<dyn LogFilter> = match log_format {
+        LogFormat::Text => {
+            let builder = builder.with_filter_reloading();
+            let handle = builder.reload_handle();
+            builder.init();
+            Arc::new(Reloadable { handle })
+        }
+        LogFormat::Json => {
+            let builder = builder.json().with_filter_reloading();
+            let handle = builder.reload_handle();
+            builder.init();
+            Arc::new(Reloadable { handle })
+        }
+    };
+    let http = |listen| http::Options {
+        listen,
+        node_addresses: node_address,
+        bpffs: bpffs.to_owned(),
+    };
     agent::run(Options {
         config,
         kubernetes: node_name
@@ -105,6 +183,12 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
             young_flows,
         },
         detach_on_exit,
+        http: match listen {
+            Some(Listen::Nowhere) => None,
+            Some(Listen::At(address)) => Some(http(Some(address))),
+            None => Some(http(None)),
+        },
+        log,
     })?;
     Ok(ExitCode::SUCCESS)
 }

@@ -6,6 +6,8 @@ mod check;
 mod completions;
 mod counters;
 mod flows;
+mod instance_env;
+mod log_level;
 mod services;
 mod status;
 mod unload;
@@ -62,6 +64,8 @@ enum Command {
     Flows(flows::Arguments),
     Counters(counters::Arguments),
     Unload(unload::Arguments),
+    InstanceEnv(instance_env::Arguments),
+    LogLevel(log_level::Arguments),
     Completions(completions::Arguments),
 }
 
@@ -93,6 +97,8 @@ pub fn main() -> ExitCode {
         Command::Flows(arguments) => flows::run(arguments, &bpffs),
         Command::Counters(arguments) => counters::run(&arguments, &bpffs),
         Command::Unload(arguments) => unload::run(&arguments, &bpffs),
+        Command::InstanceEnv(arguments) => instance_env::run(&arguments),
+        Command::LogLevel(arguments) => log_level::run(&arguments),
         Command::Completions(arguments) => completions::run(&arguments, &mut Cli::command()),
     };
     result.unwrap_or_else(|error| {
@@ -103,6 +109,15 @@ pub fn main() -> ExitCode {
         };
         ExitCode::from(code)
     })
+}
+
+/// Runs a future on a runtime of its own, on this thread.
+fn block_on<T>(future: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?
+        .block_on(future)
 }
 
 /// Writes to standard output. A reader that has seen enough (`head`) is not an error.

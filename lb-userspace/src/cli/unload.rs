@@ -3,7 +3,10 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use super::{Output, OutputArgument, emit, emit_json};
+use anyhow::Context as _;
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::{Output, OutputArgument, block_on, emit, emit_json};
 use crate::dataplane::{self, UnloadReport};
 
 /// Detach all programs and remove all maps: nothing is served any more.
@@ -16,15 +19,20 @@ Exit codes: 0 nothing is loaded any more, 1 error.
 
 Examples:
   ironlb unload
-  ironlb unload --bpffs /sys/fs/bpf/second")]
+  ironlb unload --bpffs /sys/fs/bpf/second
+  ironlb unload --stay                 for a container that shall not be started again")]
 pub(super) struct Arguments {
+    /// Do not end when all is done, but on SIGTERM or SIGINT.
+    #[arg(long)]
+    stay: bool,
     #[command(flatten)]
     output: OutputArgument,
 }
 
 pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCode> {
     let report = dataplane::unload(bpffs)?;
-    match arguments.output.output {
+    let Arguments { stay, output } = arguments;
+    match output.output {
         Output::Json => emit_json(&report)?,
         Output::Table => {
             let UnloadReport { links, maps } = &report;
@@ -38,6 +46,17 @@ pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCod
             };
             emit(&text)?;
         }
+    }
+    if *stay {
+        block_on(async {
+            let mut terminate = signal(SignalKind::terminate()).context("listen for signals")?;
+            let mut interrupt = signal(SignalKind::interrupt()).context("listen for signals")?;
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            Ok(())
+        })?;
     }
     Ok(ExitCode::SUCCESS)
 }

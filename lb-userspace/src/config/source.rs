@@ -25,6 +25,18 @@ pub struct FileSource<T> {
     last: Option<Seen>,
     /// Signs of change, where they are to be had.
     watch: Option<Watch>,
+    history: History,
+}
+
+/// How a file fared.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct History {
+    /// How often it said something new that was good.
+    pub good: u64,
+    /// How often it could not be read, or said what cannot be served.
+    pub bad: u64,
+    /// What is wrong with it as it is now.
+    pub problem: Option<String>,
 }
 
 /// What a file's text means; the path is for the messages.
@@ -54,6 +66,10 @@ impl<T> FileSource<T> {
             parse,
             last: Some(Seen::Text(text)),
             watch,
+            history: History {
+                good: 1,
+                ..History::default()
+            },
         };
         Ok((source, said))
     }
@@ -84,7 +100,18 @@ impl<T> FileSource<T> {
             return Ok(None);
         }
         self.last = Some(seen);
-        (self.parse)(&self.path, &text?).map(Some)
+        let said = text.and_then(|text| (self.parse)(&self.path, &text));
+        match &said {
+            Ok(_) => self.history.good += 1,
+            Err(_) => self.history.bad += 1,
+        }
+        self.history.problem = said.as_ref().err().map(ToString::to_string);
+        said.map(Some)
+    }
+
+    /// How it fared so far.
+    pub fn history(&self) -> &History {
+        &self.history
     }
 
     /// Makes the next [`Self::news`] tell whatever the file says then.

@@ -201,6 +201,15 @@ pub struct FlowView {
     pub last_hop: String,
 }
 
+/// How full the flow tables are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct FlowCounts {
+    /// Living flows.
+    pub living: usize,
+    /// Flows that begin, end or were refused.
+    pub young: usize,
+}
+
 /// Which flows to show; what is `None` does not restrict.
 #[derive(Clone, Debug, Default)]
 pub struct FlowFilter {
@@ -478,6 +487,28 @@ impl Reader {
             a.state.cmp(&b.state).then_with(longest)
         });
         Ok(views)
+    }
+
+    /// How many flows there are. One system call a flow: far cheaper than [`Self::flows`].
+    pub fn flow_counts(&self) -> Result<FlowCounts, DataplaneError> {
+        Ok(FlowCounts {
+            living: self.count_flows(map::LIVING)?,
+            young: self.count_flows(map::YOUNG)?,
+        })
+    }
+
+    fn count_flows(&self, name: &'static str) -> Result<usize, DataplaneError> {
+        let map: HashMap<MapData, FlowKey, Flow> = pinned(&self.dir, name)?;
+        // As in `hash`: a key that goes under the iterator sends it back to the start.
+        let steps = 2 * self.capacity(name)? as usize;
+        let mut seen = HashSet::new();
+        for key in map.keys().take(steps) {
+            let key = key.map_err(|source| DataplaneError::map("read", name, source))?;
+            if key.direction == FORWARD {
+                seen.insert(key);
+            }
+        }
+        Ok(seen.len())
     }
 
     /// All verdicts in the order of their numbers, those that never happened included.

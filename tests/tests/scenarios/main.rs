@@ -11,5 +11,6 @@ mod laboratory;
 mod lifecycle;
 mod lost_reply;
 mod many;
+mod port;
 mod scene;
 mod serving;
