@@ -376,7 +376,7 @@ impl Output<'_> {
         let bounds = LATENCY_BUCKETS_MS.iter().map(|ms| f64::from(*ms) / 1000.0);
         let buckets: Vec<_> = bounds
             .zip(latency.buckets)
-            .chain([(f64::MAX, beyond)])
+            .chain([(f64::INFINITY, beyond)])
             .collect();
         let mut metric = self.encoder.encode_descriptor(
             "kubernetes_event_to_maps_seconds",
