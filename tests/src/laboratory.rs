@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use crate::image::Image;
 use crate::namespace::Namespace;
 use crate::process::Process;
+use crate::registry::Kept;
 use crate::web::{API_PORT, IMAGE_PORT};
 use crate::{registry, web};
 
@@ -129,14 +130,14 @@ impl Builder {
 }
 
 /// How namespaces are connected to the provisioning switch.
-struct Cabling<'a> {
-    switch: &'a Namespace,
-    complete_checksums: bool,
+pub(crate) struct Cabling<'a> {
+    pub(crate) switch: &'a Namespace,
+    pub(crate) complete_checksums: bool,
 }
 
 impl Cabling<'_> {
     /// Connects `interface` of `namespace` to the switch's port `port`.
-    fn plug(&self, namespace: &Namespace, interface: &str, port: &str) -> Result<()> {
+    pub(crate) fn plug(&self, namespace: &Namespace, interface: &str, port: &str) -> Result<()> {
         self.switch.ip(&format!(
             "link add {port} type veth peer name {interface} netns {}\n\
              link set {port} master br0 up",
@@ -384,7 +385,7 @@ impl Laboratory {
     /// # Errors
     /// When it cannot be registered so.
     pub fn keep(mut self) -> Result<String> {
-        registry::keep(&self.tag)?;
+        registry::keep(&self.tag, Kept::Laboratory)?;
         self.kept = true;
         for pod in self.nodes.iter_mut().flat_map(|node| &mut node.pods) {
             pod.web.leave();

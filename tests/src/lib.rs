@@ -11,6 +11,7 @@
 
 mod agent;
 mod capture;
+pub mod cluster;
 mod command;
 mod download;
 pub mod engine;
@@ -34,6 +35,6 @@ pub use load::{Load, LoadReport};
 pub use maps::{KernelObjects, Maps};
 pub use namespace::Namespace;
 pub use process::Process;
-pub use registry::{down, kept, sweep};
+pub use registry::{Kept, down, kept, sweep};
 pub use web::{API_PORT, IMAGE_PORT, RPC_PORT};
 pub use wire::{Wire, arp_question};

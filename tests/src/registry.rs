@@ -1,20 +1,50 @@
-//! Which laboratories exist on this machine: a directory each below `/run/ironlb-lab`, with the
-//! owner's process in it. Removes a laboratory by its tag, and all whose owner has died.
+//! Which laboratories and clusters exist on this machine: a directory each below `/run/ironlb-lab`, with
+//! the owner's process in it. Removes one by its tag, and all whose owner has died.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustix::mount::{MountFlags, mount};
 
+use crate::command::wait_until;
 use crate::namespace::Namespace;
 
 const ROOT: &str = "/run/ironlb-lab";
-/// What the owner file of a laboratory says that outlives its process.
+/// What the owner file says of one that outlives its process.
 const KEPT: &str = "kept";
+/// File of a tag that lists directories elsewhere that go with it.
+const DIRECTORIES: &str = "directories";
+/// Where control groups live.
+pub(crate) const CGROUPS: &str = "/sys/fs/cgroup";
 /// Where BPF pins live.
 pub(crate) const BPFFS: &str = "/sys/fs/bpf";
+
+/// What outlives its process and is removed only when somebody says so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kept {
+    /// A laboratory of namespaces.
+    Laboratory,
+    /// A Kubernetes cluster.
+    Cluster,
+}
+
+impl Kept {
+    /// Marks the directory of a kept cluster.
+    const CLUSTER: &str = "cluster";
+
+    fn of(tag: &str) -> Option<Self> {
+        let owner = fs::read_to_string(directory(tag).join("owner")).ok()?;
+        let cluster = directory(tag).join(Self::CLUSTER).exists();
+        (owner == KEPT).then_some(if cluster {
+            Self::Cluster
+        } else {
+            Self::Laboratory
+        })
+    }
+}
 
 /// Directory of a laboratory's files.
 pub(crate) fn directory(tag: &str) -> PathBuf {
@@ -36,9 +66,25 @@ pub(crate) fn register() -> Result<String> {
     Ok(tag)
 }
 
-/// Marks a laboratory as one that outlives its process: only [`down`] removes it.
-pub(crate) fn keep(tag: &str) -> Result<()> {
+/// Marks it as one that outlives its process: only [`down`] removes it.
+pub(crate) fn keep(tag: &str, kept: Kept) -> Result<()> {
+    if matches!(kept, Kept::Cluster) {
+        let mark = directory(tag).join(Kept::CLUSTER);
+        fs::write(&mark, "").with_context(|| format!("cannot write {}", mark.display()))?;
+    }
     write_owner(tag, KEPT)
+}
+
+/// Notes a directory elsewhere, for [`down`] to remove with the rest; control groups count as such.
+pub(crate) fn note(tag: &str, elsewhere: &Path) -> Result<()> {
+    use std::io::Write as _;
+    let list = directory(tag).join(DIRECTORIES);
+    fs::File::options()
+        .create(true)
+        .append(true)
+        .open(&list)
+        .and_then(|mut file| writeln!(file, "{}", elsewhere.display()))
+        .with_context(|| format!("cannot note {} in {}", elsewhere.display(), list.display()))
 }
 
 fn write_owner(tag: &str, text: &str) -> Result<()> {
@@ -63,13 +109,13 @@ fn tags() -> Result<Vec<String>> {
     Ok(tags)
 }
 
-/// Tags of the laboratories that were kept.
+/// Tags of those that were kept.
 ///
 /// # Errors
 /// When the registry cannot be read.
-pub fn kept() -> Result<Vec<String>> {
+pub fn kept(kind: Kept) -> Result<Vec<String>> {
     let mut tags = tags()?;
-    tags.retain(|tag| fs::read_to_string(directory(tag).join("owner")).is_ok_and(|o| o == KEPT));
+    tags.retain(|tag| Kept::of(tag) == Some(kind));
     Ok(tags)
 }
 
@@ -131,6 +177,15 @@ pub fn down(tag: &str) -> Result<()> {
     for name in names_in(BPFFS, &prefix)? {
         remove_directory(&Path::new(BPFFS).join(name))?;
     }
+    // Without a list there is nothing elsewhere.
+    let elsewhere = fs::read_to_string(path.join(DIRECTORIES)).unwrap_or_default();
+    for directory in elsewhere.lines().map(Path::new) {
+        if directory.starts_with(CGROUPS) {
+            remove_cgroup(directory)?;
+        } else {
+            remove_directory(directory)?;
+        }
+    }
     remove_directory(&path)
 }
 
@@ -150,6 +205,25 @@ fn names_in(directory: &str, prefix: &str) -> Result<Vec<String>> {
         );
     }
     Ok(names)
+}
+
+/// Removes a control group and those in it, as soon as their processes are gone.
+fn remove_cgroup(group: &Path) -> Result<()> {
+    /// Its files are the kernel's: only the directories can go, from the leaves up.
+    fn leaves_first(group: &Path) -> std::io::Result<()> {
+        for entry in fs::read_dir(group)?.flatten() {
+            if entry.file_type()?.is_dir() {
+                leaves_first(&entry.path())?;
+            }
+        }
+        fs::remove_dir(group)
+    }
+    let mut last = None;
+    wait_until("its processes are gone", Duration::from_secs(20), || {
+        last = leaves_first(group).err();
+        Ok(!group.exists())
+    })
+    .with_context(|| format!("cannot remove {}: {last:?}", group.display()))
 }
 
 fn remove_directory(path: &Path) -> Result<()> {

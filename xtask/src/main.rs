@@ -4,8 +4,10 @@
 
 mod bench;
 mod ci;
+mod cluster;
 mod demo;
 mod exec;
+mod image;
 mod laboratory;
 mod load;
 mod setup;
@@ -30,6 +32,10 @@ enum Command {
     Setup(setup::Options),
     /// Show ironlb at work: a laboratory of network namespaces, real web servers, and a report.
     Demo(demo::Options),
+    /// Start a real Kubernetes of two nodes on a provisioning network.
+    Cluster(cluster::Options),
+    /// Build the container image.
+    Image(image::Options),
     /// Build, and load on a real interface.
     Load(load::Options),
     /// Run every test.
@@ -55,6 +61,8 @@ fn run(Cli { command }: Cli) -> Result<()> {
     match command {
         Command::Setup(options) => setup::run(options),
         Command::Demo(options) => demo::run(options),
+        Command::Cluster(options) => cluster::run(options),
+        Command::Image(options) => image::run(options),
         Command::Load(options) => load::run(options),
         Command::Test(options) => test::run(options),
         Command::Ci(options) => ci::run(options),

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, bail};
 
 use crate::exec::{command, exec, find, output, stage};
+use crate::image::{Arch, Compiler};
 
 /// Name under which Debian's compiler is linked into rustup; lb-userspace's build script looks for it.
 const LINKED: &str = "ironlb-bpf";
@@ -38,20 +39,41 @@ const PROGRAMS: &[(&str, &str, &str)] = &[
     ("sysctl", "procps", "kernel settings of a namespace"),
 ];
 
+/// What the Kubernetes cluster of tests and of `cargo xtask cluster` runs besides: as [`PROGRAMS`].
+const CLUSTER_PROGRAMS: &[(&str, &str, &str)] = &[
+    ("runc", "runc", "containers of the cluster's nodes"),
+    ("buildah", "buildah", "container images"),
+    ("mmdebstrap", "mmdebstrap", "Debian in Ironic's image"),
+    ("mkfs.ext4", "e2fsprogs", "the nodes' disks"),
+];
+/// What builds Kubernetes, as tests/cluster/*/go.mod ask for it. Go 1.21 and later fetch it by themselves.
+const GO: &str = "1.26.0";
+/// Where Go is installed by people, and by us where there is none.
+const GO_ROOT: &str = "/usr/local/go";
+/// Debian's package of Go.
+const DEBIAN_GO: &str = "/usr/bin/go";
 /// What tests run besides: as [`PROGRAMS`].
 const TEST_PROGRAMS: &[(&str, &str, &str)] =
     &[("promtool", "prometheus", "checks of the alert rules")];
 
 /// Options of `cargo xtask setup`.
 #[derive(clap::Args)]
-pub struct Options {}
+pub struct Options {
+    /// Also install what the Kubernetes cluster needs.
+    #[arg(long)]
+    cluster: bool,
+}
 
 /// Sets the machine up.
 ///
 /// # Errors
 /// When something is missing that cannot be installed here; the message says what to do.
-pub fn run(Options {}: Options) -> Result<()> {
-    ensure()?;
+pub fn run(Options { cluster }: Options) -> Result<()> {
+    if cluster {
+        ensure_cluster()?;
+    } else {
+        ensure()?;
+    }
     eprintln!("everything that ironlb needs is here");
     if let Err(missing) = components() {
         eprintln!("for `cargo xtask ci` only: {missing}");
@@ -80,6 +102,16 @@ pub fn ensure() -> Result<()> {
     let toolchain = toolchain()?;
     linker(&toolchain)?;
     bpffs()
+}
+
+/// Installs what is missing to build images and to run the Kubernetes cluster, besides what [`ensure`] does.
+///
+/// # Errors
+/// As [`run`].
+pub fn ensure_cluster() -> Result<()> {
+    ensure()?;
+    install(&missing(CLUSTER_PROGRAMS))?;
+    go()
 }
 
 /// Installs what is missing to run the tests, besides what [`ensure`] does.
@@ -261,6 +293,121 @@ fn linker(toolchain: &str) -> Result<()> {
         .context("bpf-linker is installed, but its folder (~/.cargo/bin?) is not in PATH")
 }
 
+/// Makes sure that Rust programs can be built for an architecture that is not this machine's.
+///
+/// # Errors
+/// When something is missing that cannot be installed here.
+pub fn cross(arch: Arch) -> Result<Compiler> {
+    let (name, target) = (arch.name(), arch.target());
+    let gcc = format!(
+        "gcc-{}",
+        target.replace("-unknown", "").replace("x86_64", "x86-64")
+    );
+    let libc = format!("libc6-dev-{name}-cross");
+    let mut missing = Vec::new();
+    if find(arch.linker()).is_none() {
+        missing.push((gcc.as_str(), "links for the other architecture"));
+        missing.push((libc.as_str(), "its C library"));
+    }
+    install(&missing)?;
+
+    let libraries = |sysroot: &Path| {
+        sysroot
+            .join("lib/rustlib")
+            .join(target)
+            .join("lib")
+            .exists()
+    };
+    let rustup = PathBuf::from(output(command("rustc").args(["--print", "sysroot"]))?.trim());
+    let debian = Path::new("/usr");
+    if !libraries(&rustup) && !libraries(debian) {
+        // Not everywhere can rustup fetch a target.
+        let added = output(command("rustup").args(["target", "add", target]));
+        if let Err(error) = added {
+            eprintln!("rustup has no {target} ({error:#}): Debian's compiler is taken");
+            stage(
+                &format!("let apt know of {name}"),
+                "Rust's standard library for it is a package of that architecture",
+                || exec(command("dpkg").args(["--add-architecture", name])),
+            )?;
+            let library = format!("libstd-rust-web-dev:{name}");
+            install(&[
+                ("rustc-web", "compiler for the other architecture"),
+                (&library, "Rust's standard library for it"),
+            ])?;
+        }
+    }
+    if libraries(&rustup) {
+        Ok(Compiler::Rustup)
+    } else if libraries(debian) {
+        Ok(Compiler::Debian)
+    } else {
+        bail!("there is no standard library of Rust for {target}: `rustup target add {target}`")
+    }
+}
+
+/// Go, from its module proxy where there is none that can fetch what it needs. Debian 12's is too old for
+/// that, but gets the archive of another as a module and checks its sum.
+fn go() -> Result<()> {
+    let own = Path::new(GO_ROOT).join("bin/go");
+    if find("go")
+        .or(Some(own))
+        .is_some_and(|go| fetches_toolchains(&go))
+    {
+        return Ok(());
+    }
+    let debian = Path::new(DEBIAN_GO);
+    if !debian.exists() {
+        install(&[("golang-go", "Kubernetes is built from source")])?;
+    }
+    if fetches_toolchains(debian) {
+        return Ok(());
+    }
+    if Path::new(GO_ROOT).exists() {
+        bail!("the Go in {GO_ROOT} is too old: install {GO} or newer from https://go.dev/dl");
+    }
+    stage(
+        &format!("install Go {GO} in {GO_ROOT}"),
+        "Kubernetes is built from source, and Debian's Go is too old",
+        || {
+            let arch = match std::env::consts::ARCH {
+                "x86_64" => "amd64",
+                "aarch64" => "arm64",
+                other => other,
+            };
+            let module = format!("golang.org/toolchain@v0.0.1-go{GO}.linux-{arch}");
+            let said = output(command(debian).args(["mod", "download", "-json", &module]))?;
+            let said: serde_json::Value =
+                serde_json::from_str(&said).context("read the JSON of `go mod download`")?;
+            let archive = said["Dir"]
+                .as_str()
+                .context("`go mod download` names no folder")?;
+            exec(command("cp").args(["-rT", archive, GO_ROOT]))?;
+            // A module's files are neither writable nor executable.
+            exec(command("chmod").args(["-R", "u+w", GO_ROOT]))?;
+            exec(
+                command("chmod")
+                    .args(["-R", "a+x"])
+                    .args([format!("{GO_ROOT}/bin"), format!("{GO_ROOT}/pkg/tool")]),
+            )
+        },
+    )
+}
+
+/// Whether this Go can fetch the version that a module asks for.
+fn fetches_toolchains(go: &Path) -> bool {
+    output(command(go).args(["env", "GOVERSION"])).is_ok_and(|said| go_minor(&said) >= Some(21))
+}
+
+/// The second number in `go1.26.8`.
+fn go_minor(said: &str) -> Option<u32> {
+    let rest = said.trim().strip_prefix("go1.")?;
+    rest.split(|character: char| !character.is_ascii_digit())
+        .next()?
+        .parse()
+        .ok()
+}
+
 /// The three numbers in `bpf-linker 0.13.0`.
 fn linker_version(said: &str) -> Option<(u32, u32, u32)> {
     let mut numbers = said.split_whitespace().nth(1)?.splitn(3, '.');
@@ -379,5 +526,12 @@ mod tests {
         assert!(linker_version("bpf-linker 0.9.14\n").expect("a version") < LINKER);
         assert!(linker_version("bpf-linker 0.13.0\n").expect("a version") >= LINKER);
         assert_eq!(linker_version("bpf-linker"), None);
+    }
+
+    #[test]
+    fn a_go_that_cannot_fetch_another_is_recognised() {
+        assert_eq!(go_minor("go1.19.8\n"), Some(19));
+        assert_eq!(go_minor("go1.26rc1\n"), Some(26));
+        assert_eq!(go_minor(""), None);
     }
 }

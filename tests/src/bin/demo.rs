@@ -10,8 +10,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use clap::Parser;
 use ironlb_tests::{
-    API_PORT, Agent, Host, IMAGE_PORT, Image, Laboratory, Node, RPC_PORT, VIP, down, ironlb, kept,
-    run, sweep, wait_until,
+    API_PORT, Agent, Host, IMAGE_PORT, Image, Kept, Laboratory, Node, RPC_PORT, VIP, down, ironlb,
+    kept, run, sweep, wait_until,
 };
 use serde_json::Value;
 
@@ -59,7 +59,7 @@ fn main_of(options: &Options) -> Result<u32> {
         return Ok(0);
     }
     if end {
-        let tags = kept()?;
+        let tags = kept(Kept::Laboratory)?;
         for tag in &tags {
             down(tag)?;
         }

@@ -1,0 +1,50 @@
+//! Scenarios on a real Kubernetes: `cargo xtask test --cluster` runs them, one after another on one cluster.
+//! A plain `cargo test` leaves them out.
+
+mod itself;
+
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::Result;
+use ironlb_tests::cluster::{Cluster, ContainerImage};
+use libtest_mimic::{Arguments, Failed, Trial};
+
+/// A scenario: its name and what it does to the cluster.
+type Scenario = (&'static str, fn(&mut Cluster) -> Result<()>);
+
+fn main() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    // They share one cluster.
+    arguments.test_threads = Some(1);
+    let cluster = Arc::new(Mutex::new(None));
+    let trials = [itself::SCENARIOS]
+        .concat()
+        .into_iter()
+        .map(|(name, scenario)| {
+            let cluster = Arc::clone(&cluster);
+            Trial::test(name, move || run(&cluster, scenario)).with_ignored_flag(true)
+        })
+        .collect();
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    // Ends it: the process's exit would not.
+    drop(cluster);
+    conclusion.exit_code()
+}
+
+/// Runs a scenario on the cluster, which the first one starts.
+fn run(
+    cluster: &Mutex<Option<Cluster>>,
+    scenario: fn(&mut Cluster) -> Result<()>,
+) -> Result<(), Failed> {
+    // A scenario that panicked has spoilt no more than one that failed.
+    let mut slot = cluster.lock().unwrap_or_else(PoisonError::into_inner);
+    let cluster = match slot.take() {
+        Some(cluster) => cluster,
+        None => Cluster::builder()
+            .image(ContainerImage::Web)
+            .build()
+            .map_err(|error| format!("{error:#}"))?,
+    };
+    scenario(slot.insert(cluster)).map_err(|error| format!("{error:#}").into())
+}
