@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Once;
 use std::thread;
 use std::time::Duration;
 
@@ -20,6 +21,9 @@ use ironlb::tables::{BackendRow, PortRow, TableSet, VipRow};
 use lb_common::{Addr, Uplink, Vip, map, program};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
+/// What names of namespaces and pin roots begin with; the process and the test follow.
+const PREFIX: &str = "ironlb-dp-";
+
 /// A network namespace with an uplink (`up0`, 172.22.0.11/24) whose other end is in a second one.
 struct Node {
     name: String,
@@ -28,11 +32,9 @@ struct Node {
 
 impl Node {
     fn new(test: &str) -> Self {
-        let node = Self {
-            name: format!("ironlb-dp-{test}"),
-            bpffs: Path::new("/sys/fs/bpf").join(format!("ironlb-dp-{test}")),
-        };
-        node.clean();
+        static SWEEP: Once = Once::new();
+        SWEEP.call_once(Self::sweep);
+        let node = Self::called(format!("{PREFIX}{}-{test}", std::process::id()));
         let wire = node.wire();
         run(&format!("ip netns add {}", node.name));
         run(&format!("ip netns add {wire}"));
@@ -42,6 +44,26 @@ impl Node {
         node.ip("link set up0 up");
         node.ip("link set lo up");
         node
+    }
+
+    fn called(name: String) -> Self {
+        let bpffs = Path::new("/sys/fs/bpf").join(&name);
+        Self { name, bpffs }
+    }
+
+    /// Removes what killed runs left behind: names carry the process that made them.
+    fn sweep() {
+        for directory in ["/run/netns", "/sys/fs/bpf"] {
+            for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+                let name = entry.file_name().to_string_lossy().into_owned();
+                let process = name
+                    .strip_prefix(PREFIX)
+                    .and_then(|rest| rest.split('-').next());
+                if process.is_some_and(|id| !Path::new("/proc").join(id).exists()) {
+                    drop(Self::called(name));
+                }
+            }
+        }
     }
 
     fn wire(&self) -> String {
@@ -659,7 +681,7 @@ fn a_deadline_in_the_map_is_not_overwritten() {
 
 #[test]
 fn what_is_not_a_bpffs_is_refused_with_the_remedy() {
-    let directory = std::env::temp_dir().join("ironlb-dp-no-bpffs");
+    let directory = std::env::temp_dir().join(format!("{PREFIX}{}-no-bpffs", std::process::id()));
     let options = Options {
         bpffs: directory.clone(),
         ..Options::default()
