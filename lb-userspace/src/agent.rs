@@ -177,6 +177,8 @@ struct Agent {
     attachments: Vec<Attachment>,
     /// Whether the maps hold `tables` for the present attachments.
     in_step: bool,
+    /// Whether that took writes that the source has not been told of.
+    has_written: bool,
     /// When backends that have left are to be ended.
     gone_due: Option<Instant>,
     /// VIPs that no uplink carries.
@@ -200,6 +202,7 @@ impl Agent {
             tables: Arc::default(),
             attachments: Vec::new(),
             in_step: false,
+            has_written: false,
             gone_due: None,
             idle: Vec::new(),
             warnings: Told::default(),
@@ -222,7 +225,7 @@ impl Agent {
     }
 
     async fn serve(&mut self, source: &mut Source, signals: &mut Signals) {
-        source.in_step(&self.tables, &self.idle, true);
+        self.keep_in_step(source);
         self.observed.file(source.history());
         if let Some(kubernetes) = source.kubernetes() {
             self.observed.follow(Arc::clone(kubernetes));
@@ -258,11 +261,7 @@ impl Agent {
                     self.keep_attached();
                 }
             }
-            let has_written = !self.in_step;
-            self.keep_in_step();
-            if self.in_step {
-                source.in_step(&self.tables, &self.idle, has_written);
-            }
+            self.keep_in_step(source);
             self.observed.turned();
         }
     }
@@ -274,9 +273,14 @@ impl Agent {
             Ok(None) => {}
             Ok(Some(state)) if state == self.state => debug!("the same is wanted as before"),
             Ok(Some(state)) => {
+                let has_other_uplinks = state.uplinks != self.state.uplinks;
                 self.state = state;
                 self.checks.follow(&self.state);
                 self.plan();
+                if !has_other_uplinks {
+                    // Backends come and go more often than interfaces, and somebody waits for them.
+                    self.keep_in_step(source);
+                }
                 self.keep_attached();
             }
             Err(problems) => {
@@ -327,6 +331,7 @@ impl Agent {
         let applied = applied?;
         self.in_step = true;
         let writes = applied.writes;
+        self.has_written |= writes > 0;
         self.note(applied);
         let serving = self.summary();
         if writes > 0 || serving != self.serving {
@@ -342,11 +347,18 @@ impl Agent {
         self.attach_failure.tell_failure(failure);
     }
 
-    /// Writes what has changed; what fails is tried again at the next occasion.
-    fn keep_in_step(&mut self) {
+    /// Writes what has changed, and tells the source; what fails is tried again at the next occasion.
+    fn keep_in_step(&mut self, source: &mut Source) {
         if !self.in_step {
             let failure = self.apply().err();
             self.apply_failure.tell_failure(failure);
+        }
+        if self.in_step {
+            source.in_step(
+                &self.tables,
+                &self.idle,
+                std::mem::take(&mut self.has_written),
+            );
         }
     }
 

@@ -117,9 +117,12 @@ struct Reloadable<S> {
 
 impl<S> LogFilter for Reloadable<S> {
     fn get(&self) -> String {
-        self.handle
-            .with_current(ToString::to_string)
-            .unwrap_or_else(|error| error.to_string())
+        let filter = match self.handle.with_current(ToString::to_string) {
+            Ok(filter) => filter,
+            Err(error) => return error.to_string(),
+        };
+        let said = filter.split(',').filter(|part| *part != QUIET);
+        said.collect::<Vec<_>>().join(",")
     }
 
     fn set(&self, filter: &str) -> Result<(), String> {
@@ -128,10 +131,12 @@ impl<S> LogFilter for Reloadable<S> {
     }
 }
 
+/// The Kubernetes client logs every try that fails; we tell those that matter, once. A filter that names
+/// it wins.
+const QUIET: &str = "kube_client=off";
+
 fn parse_filter(text: &str) -> anyhow::Result<EnvFilter> {
-    // The Kubernetes client logs every try that fails, and we those that matter, once. A filter that
-    // names it wins.
-    EnvFilter::try_new(format!("kube_client=off,{text}"))
+    EnvFilter::try_new(format!("{QUIET},{text}"))
         .with_context(|| format!("`{text}` is not a log level or filter"))
 }
 
