@@ -226,7 +226,7 @@ fn a_bad_file_is_told_as_an_old_state_and_the_loglevel_changes_while_it_runs() {
         command.arg("log-level").args(words);
         ironlb_tests::run(&mut command)
     };
-    assert_eq!(level(&[]).expect("a level").trim(), "kube_client=off,info");
+    assert_eq!(level(&[]).expect("a level").trim(), "info");
     let set = level(&["debug,hyper=info"]).expect("a level");
     assert_eq!(set.trim(), "hyper=info,debug");
     let error = level(&["ironlb=nonsense"]).expect_err("no filter");
