@@ -16,14 +16,17 @@ pub struct Status {
 #[derive(Debug, Default)]
 struct Inner {
     kinds: BTreeMap<String, Kind>,
+    /// Whether everything has been read once.
+    whole: bool,
     contact: Option<Instant>,
     event: Option<Instant>,
     leads: bool,
     latency: Latency,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Kind {
+    begun: Instant,
     has_synced: bool,
     broken: Option<(Instant, String)>,
 }
@@ -48,11 +51,14 @@ impl Status {
     /// everything has been read once.
     pub fn state_age(&self) -> Option<Duration> {
         let inner = self.inner();
-        if inner.kinds.is_empty() || !inner.kinds.values().all(|kind| kind.has_synced) {
+        if !inner.whole {
             return None;
         }
-        let broken = inner.kinds.values().filter_map(|kind| kind.broken.as_ref());
-        let since = broken.map(|(since, _)| *since).chain(inner.contact).min();
+        let behind = inner.kinds.values().filter_map(|kind| match &kind.broken {
+            Some((since, _)) => Some(*since),
+            None => (!kind.has_synced).then_some(kind.begun),
+        });
+        let since = behind.chain(inner.contact).min();
         since.map(|since| since.elapsed())
     }
 
@@ -85,7 +91,12 @@ impl Status {
 
     /// A kind of objects is read from now on.
     pub(super) fn begin(&self, what: &str) {
-        self.inner().kinds.entry(what.to_owned()).or_default();
+        let kind = Kind {
+            begun: Instant::now(),
+            has_synced: false,
+            broken: None,
+        };
+        self.inner().kinds.insert(what.to_owned(), kind);
     }
 
     /// A kind of objects is read no more.
@@ -100,6 +111,7 @@ impl Status {
             kind.has_synced = true;
             kind.broken = None;
         }
+        inner.whole |= inner.kinds.values().all(|kind| kind.has_synced);
         inner.contact = Some(Instant::now());
     }
 
@@ -177,6 +189,11 @@ mod tests {
         status.synced("Pods");
         assert!(status.state_age() < Some(Duration::from_millis(30)));
         assert_eq!(status.broken(), Vec::<String>::new());
+        // What is to be read from now on makes the state old until it is.
+        status.begin("Pods of another namespace");
+        std::thread::sleep(Duration::from_millis(30));
+        status.contact();
+        assert!(status.state_age() >= Some(Duration::from_millis(30)));
     }
 
     #[test]
