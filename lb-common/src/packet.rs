@@ -231,6 +231,16 @@ pub struct Ipv4 {
     pub well_formed: bool,
 }
 
+impl Ipv4 {
+    /// Whether no host on a wire can have sent this: of this network, loopback, multicast, reserved and
+    /// broadcast addresses (RFC 1122 section 3.2.1.3), or the one it goes to.
+    #[inline(always)]
+    pub fn is_from_no_host(&self) -> bool {
+        let first = u32::from_be(self.source) >> 24;
+        first == 0 || first == 127 || first >= 224 || self.source == self.destination
+    }
+}
+
 /// Reads an IPv4 header with options of any length; `None` when the frame ends before its addresses.
 #[inline(always)]
 pub fn ipv4(frame: &impl Frame, offset: usize) -> Option<Ipv4> {

@@ -95,6 +95,7 @@ verdicts! {
     DroppedBypass = "dropped_bypass", Drop, "Direct connection attempt to a pod around the VIP (`bypass: drop`).";
     DroppedReplyUnknown = "dropped_reply_unknown", Drop, "Segment of a served pod port to a client without a flow: let through it would show the pod's address.";
     DroppedRewrite = "dropped_rewrite", Drop, "The kernel refused to rewrite the packet (out of memory).";
+    DroppedSource = "dropped_source", Drop, "From an address that no other host has: of this network, loopback, multicast, broadcast (RFC 1122 section 3.2.1.3) or the VIP itself.";
 }
 
 /// Counters in the `verdicts` map; room for names to come.

@@ -244,6 +244,9 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ipv4, tcp: &Tcp, key: &FlowKey) -> Option<V
         Choice::Backend { id, service } => (id, service),
     };
     let (id, service) = chosen;
+    if ip.is_from_no_host() {
+        return Some(Verdict::DroppedSource);
+    }
     let Some(backend) = alive(id) else {
         return Some(Verdict::DroppedInconsistent);
     };

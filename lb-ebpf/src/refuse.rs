@@ -18,6 +18,9 @@ pub fn refuse<H: Hook>(hook: &mut H, ip: &Ipv4, tcp: &Tcp, verdict: Verdict) -> 
     if tcp.flags & TCP_RST != 0 {
         return Verdict::DroppedReset;
     }
+    if ip.is_from_no_host() {
+        return Verdict::DroppedSource;
+    }
     let vip = vip(&Addr::from_v4_raw(ip.destination));
     if vip.is_none_or(|vip| vip.flags & VIP_REFUSE_DROP != 0) {
         return Verdict::DroppedRefused;

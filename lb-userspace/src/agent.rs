@@ -131,8 +131,11 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         if options.detach_on_exit {
             agent.dataplane.detach()?;
             info!("detached: nothing is served any more");
-        } else {
+        } else if agent.dataplane.is_pinned() {
             info!("the data plane goes on serving; `ironlb unload` ends it");
+        } else {
+            let root = options.dataplane.bpffs.display();
+            error!("nothing is served any more: somebody removed what was pinned below {root}");
         }
         Ok(())
     })
@@ -311,13 +314,17 @@ impl Agent {
         let uplinks = &self.state.uplinks;
         let attached = self.dataplane.attach(uplinks, &self.tables);
         self.observed.attached(attached.as_ref());
-        let AttachReport { attachments, idle } = attached?;
+        let AttachReport {
+            attachments,
+            idle,
+            is_renewed,
+        } = attached?;
         let notes = attachments.iter().filter_map(|attachment| {
             let note = attachment.note.as_ref()?;
             Some(format!("{}: {note}", attachment.interface))
         });
         self.uplink_notes.tell(notes.chain(idle));
-        if attachments != self.attachments {
+        if is_renewed || attachments != self.attachments {
             self.attachments = attachments;
             self.in_step = false;
         }

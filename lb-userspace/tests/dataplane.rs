@@ -18,7 +18,7 @@ use ironlb::dataplane::{AttachReport, AttachedMode, Dataplane, DataplaneError, O
 use ironlb::desired::{Announce, Bypass, Mode, Refuse, UplinkSelector, UplinkSpec};
 use ironlb::interfaces::InterfaceError;
 use ironlb::tables::{BackendRow, PortRow, TableSet, VipRow};
-use lb_common::{Addr, Uplink, Vip, map, program};
+use lb_common::{Addr, Service, ServiceKey, Uplink, Vip, map, program};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 /// What names of namespaces and pin roots begin with; the process and the test follow.
@@ -363,6 +363,102 @@ fn a_second_agent_is_refused_and_told_the_pid_of_the_first() {
         };
         assert_eq!(pid, Some(std::process::id()));
     }
+}
+
+#[test]
+fn an_agent_with_another_root_is_refused_on_the_same_interface_and_told_which() {
+    let node = Node::new("roots");
+    serve(&node, &[in_subnet(Mode::Native)], &tables(&[("ironic-0", 10)]));
+    let other = Node::called(format!("{}-other", node.name));
+    node.inside(|| {
+        let mut dataplane = other.open();
+        let wanted = tables(&[("ironic-0", 10)]);
+        for mode in [Mode::Native, Mode::Tc] {
+            let error = dataplane
+                .attach(&[in_subnet(mode)], &wanted)
+                .expect_err("taken");
+            let DataplaneError::OtherRoot { root, .. } = &error else {
+                panic!("{error}");
+            };
+            assert_eq!(root.as_ref(), Some(&node.bpffs));
+            assert!(error.to_string().contains("ironlb unload --bpffs"));
+        }
+    });
+    assert_eq!(node.links().len(), 2, "the first one's are untouched");
+}
+
+#[test]
+fn pins_that_somebody_removed_are_made_again() {
+    let node = Node::new("mend");
+    let wanted = tables(&[("ironic-0", 10), ("ironic-1", 11)]);
+    node.inside(|| {
+        let mut dataplane = node.open();
+        let uplinks = [in_subnet(Mode::Native)];
+        let report = dataplane.attach(&uplinks, &wanted).expect("attaches");
+        assert!(!report.is_renewed);
+        dataplane.apply(&wanted).expect("applies");
+        let served = || {
+            let services: HashMap<MapData, ServiceKey, Service> = node.map(map::SERVICES);
+            let rows = services.iter().map(|row| row.expect("reads").1.count);
+            rows.collect::<Vec<_>>()
+        };
+        let before = served();
+        for gone in [&["v1/services"][..], &["v1", "v1/links", ""]] {
+            for path in gone {
+                let path = node.bpffs.join(path);
+                if !path.is_dir() {
+                    fs::remove_file(&path).expect("removes");
+                    continue;
+                }
+                for entry in fs::read_dir(&path).expect("lists").flatten() {
+                    if !entry.path().is_dir() {
+                        fs::remove_file(entry.path()).expect("removes");
+                    }
+                }
+            }
+            assert!(!dataplane.is_pinned());
+            // The kernel ends links a moment after their pins; until then their program counts as somebody's.
+            let deadline = Instant::now() + Duration::from_secs(10);
+            let report = loop {
+                match dataplane.attach(&uplinks, &wanted) {
+                    Ok(report) => break report,
+                    Err(error) => assert!(Instant::now() < deadline, "{error}"),
+                }
+                thread::sleep(Duration::from_millis(10));
+            };
+            assert!(report.is_renewed);
+            dataplane.apply(&wanted).expect("applies");
+            assert!(dataplane.is_pinned());
+            assert_eq!(served(), before);
+            assert_eq!(node.links().len(), 2);
+            let report = dataplane.attach(&uplinks, &wanted).expect("attaches");
+            assert!(!report.is_renewed);
+        }
+    });
+}
+
+#[test]
+fn the_root_is_closed_to_others_and_never_somebody_elses() {
+    let node = Node::new("owner");
+    drop(node.open());
+    let mode = || {
+        let root = fs::metadata(&node.bpffs).expect("there");
+        std::os::unix::fs::MetadataExt::mode(&root) & 0o777
+    };
+    assert_eq!(mode(), 0o700);
+    let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    fs::set_permissions(&node.bpffs, open).expect("chmod");
+    drop(node.open());
+    assert_eq!(mode(), 0o700, "made by an older version");
+    std::os::unix::fs::chown(&node.bpffs, Some(65_534), None).expect("chown");
+    for error in [
+        Dataplane::open(&node.options()).expect_err("not ours"),
+        unload(&node.bpffs).expect_err("not ours"),
+    ] {
+        let text = error.to_string();
+        assert!(text.contains("65534") && text.contains("remove it"), "{text}");
+    }
+    std::os::unix::fs::chown(&node.bpffs, Some(0), None).expect("chown");
 }
 
 #[test]

@@ -788,6 +788,24 @@ fn a_port_without_service_or_backend_is_refused_with_a_valid_reset() {
 }
 
 #[test]
+fn a_source_that_no_host_has_begins_no_flow_and_gets_no_answer() {
+    for name in FORWARD {
+        let mut engine = engine();
+        for source in ["0.0.0.0", "0.1.2.3", "127.0.0.1", "224.0.0.1", "255.255.255.255"] {
+            let source = source.parse().expect("an address");
+            for port in [API, 6189] {
+                for flags in [TCP_SYN, TCP_ACK] {
+                    let frame = tcp((source, PORT), (VIP, port), flags, b"");
+                    run(&mut engine, name, &frame, Verdict::DroppedSource);
+                }
+            }
+        }
+        let land = tcp((VIP, PORT), (VIP, API), TCP_SYN, b"");
+        run(&mut engine, name, &land, Verdict::DroppedSource);
+    }
+}
+
+#[test]
 fn a_reset_to_a_local_sender_leaves_the_sum_to_the_device() {
     let mut engine = engine();
     let mut syn = to_vip(6189, TCP_SYN);

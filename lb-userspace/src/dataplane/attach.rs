@@ -184,7 +184,7 @@ pub(super) fn remove_filters(uplinks: &[Uplink]) {
     }
 }
 
-fn has_tcx() -> bool {
+pub(super) fn has_tcx() -> bool {
     KernelVersion::current().is_ok_and(|version| version >= TCX_SINCE)
 }
 
@@ -362,6 +362,15 @@ fn attach_tc(
                 pins.remove_link(hook, port.index)?;
             }
         }
+    }
+    let attached = tcx_programs(port, direction).map_err(|error| failed(&error))?;
+    if let Some((other, _)) = attached.into_iter().find(|(_, found)| found == name) {
+        return Err(DataplaneError::OtherRoot {
+            interface: port.name.clone(),
+            program: name,
+            id: other,
+            root: pins.other_root(hook, port.index, other),
+        });
     }
     let options = TcAttachOptions::TcxOrder(LinkOrder::first());
     let id = tc

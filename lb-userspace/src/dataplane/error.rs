@@ -30,6 +30,34 @@ pub enum DataplaneError {
         /// The owner's process id, where this process can see it.
         pid: Option<u32>,
     },
+    /// The pin root belongs to another user, or is no directory.
+    #[error(
+        "{path} is not a directory of this user's but user {owner}'s, who could lock it or put pins there: \
+         remove it, or name another root with --bpffs"
+    )]
+    RootOfOthers {
+        /// The pin root.
+        path: PathBuf,
+        /// Its owner's user id.
+        owner: u32,
+    },
+    /// Programs of another pin root are on the interface.
+    #[error(
+        "{interface} already runs `{program}` (program {id}) of another ironlb{}: two would handle every packet twice; \
+         end that one with `ironlb unload{}`, or use its root",
+        root.as_ref().map_or_else(String::new, |root| format!(", pinned below {}", root.display())),
+        root.as_ref().map_or_else(|| " --bpffs ROOT".to_owned(), |root| format!(" --bpffs {}", root.display()))
+    )]
+    OtherRoot {
+        /// The interface.
+        interface: String,
+        /// The program.
+        program: &'static str,
+        /// Its id.
+        id: u32,
+        /// The other root, where it can be found.
+        root: Option<PathBuf>,
+    },
     /// A file operation below the pin root failed.
     #[error("cannot {action} {path}: {source}")]
     Pins {

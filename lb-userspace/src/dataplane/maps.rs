@@ -47,6 +47,15 @@ pub(super) fn uplinks(root: &Path) -> Vec<Uplink> {
 pub(super) fn check(dir: &Path, options: &Options) -> Result<(), DataplaneError> {
     let object =
         Object::parse(crate::OBJECT).map_err(|error| DataplaneError::Object(error.to_string()))?;
+    let (here, missing): (Vec<&str>, Vec<&str>) =
+        map::ALL.iter().partition(|name| dir.join(name).exists());
+    if !here.is_empty() && !missing.is_empty() {
+        warn!(
+            root = %dir.display(),
+            ?missing,
+            "pinned maps are missing: they are made again, empty"
+        );
+    }
     for name in map::ALL {
         let wanted = object
             .maps

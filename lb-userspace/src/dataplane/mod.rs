@@ -21,6 +21,7 @@ use lb_common::{
     UPLINK_FORWARD, UPLINK_TRANSMIT_BY_REDIRECT, Uplink, program, to_name,
 };
 use rustix::time::{ClockId, clock_getres, clock_gettime};
+use tracing::error;
 
 use crate::desired::{Announce, Bypass, UplinkSelector, UplinkSpec};
 use crate::interfaces::{self, Host, Interface, Place};
@@ -130,6 +131,8 @@ pub struct AttachReport {
     pub attachments: Vec<Attachment>,
     /// One sentence for every uplink that no interface of this node matches now; the next call tries again.
     pub idle: Vec<String>,
+    /// The maps had to be made again: [`Dataplane::apply`] is due.
+    pub is_renewed: bool,
 }
 
 /// What [`Dataplane::apply`] did.
@@ -162,6 +165,8 @@ pub struct Dataplane {
     leaving: Leaving,
     /// What [`Self::apply`] was last given.
     tables: Option<TableSet>,
+    /// Pins were lost and made again, and nothing has been written since.
+    is_renewed: bool,
 }
 
 /// The maps with a copy of what they hold.
@@ -178,6 +183,24 @@ impl std::fmt::Debug for Held {
 }
 
 impl Held {
+    /// Checks what is pinned, makes what is missing, and says in `control` whose it is now.
+    fn open(pins: &Pins, options: &Options, ticks: u32) -> Result<Self, DataplaneError> {
+        maps::check(&pins.dir(), options)?;
+        Loader::new(pins, options, &ticks).load(0)?;
+        let maps = Maps::open(&pins.dir())?;
+        let rows = maps.rows()?;
+        let mut held = Self { maps, rows };
+        let control = Control {
+            refusals_per_second: REFUSALS_PER_SECOND,
+            agent_pid: std::process::id(),
+            agent_started: nanoseconds(boot_time()),
+            agent_version: to_name(env!("CARGO_PKG_VERSION")),
+            ..held.rows.control
+        };
+        held.write(&Write::Control(Box::new(control)))?;
+        Ok(held)
+    }
+
     fn write(&mut self, write: &Write) -> Result<(), DataplaneError> {
         self.maps.execute(write)?;
         self.rows.record(write);
@@ -228,31 +251,50 @@ impl Dataplane {
         };
         let _ = rustix::process::setrlimit(rustix::process::Resource::Memlock, unlimited);
         let pins = Pins::open(&options.bpffs)?;
-        maps::check(&pins.dir(), options)?;
         let ticks = ticks_per_second();
-        Loader::new(&pins, options, &ticks).load(0)?;
-        let maps = Maps::open(&pins.dir())?;
-        let rows = maps.rows()?;
-        let mut held = Held { maps, rows };
-        let control = Control {
-            refusals_per_second: REFUSALS_PER_SECOND,
-            agent_pid: std::process::id(),
-            agent_started: nanoseconds(boot_time()),
-            agent_version: to_name(env!("CARGO_PKG_VERSION")),
-            ..held.rows.control
-        };
-        held.write(&Write::Control(Box::new(control)))?;
         Ok(Self {
+            held: Held::open(&pins, options, ticks)?,
             options: options.clone(),
             pins,
             ticks,
-            held,
             attacher: Attacher::default(),
             served: Vec::new(),
             incomplete: true,
             leaving: Leaving::new(),
             tables: None,
+            is_renewed: false,
         })
+    }
+
+    /// Whether all is pinned that goes on serving when this process ends.
+    pub fn is_pinned(&self) -> bool {
+        let links = self.pins.links().unwrap_or_default();
+        let is_linked = |row: &Uplink| {
+            let mut links = links.iter();
+            row.ifindex == 0 || links.any(|(_, ifindex)| *ifindex == row.ifindex)
+        };
+        self.pins.are_whole()
+            && (!attach::has_tcx() || self.held.rows.uplinks.iter().all(is_linked))
+    }
+
+    /// Makes again what somebody removed from the bpffs. Flows are lost with it: their table lives as long
+    /// as a program or a pin holds it.
+    fn mend(&mut self) -> Result<(), DataplaneError> {
+        if self.pins.are_whole() {
+            return Ok(());
+        }
+        self.pins.renew()?;
+        error!(
+            root = %self.options.bpffs.display(),
+            "somebody removed pins of ironlb: they are made again; flows whose entries were lost are chosen for anew"
+        );
+        self.held = Held::open(&self.pins, &self.options, self.ticks)?;
+        // Its programs use the maps that are lost.
+        self.attacher = Attacher::default();
+        self.leaving.clear();
+        self.tables = None;
+        self.is_renewed = true;
+        Ok(())
     }
 
     /// Brings interfaces in step with `uplinks`: attaches, adopts, detaches, follows MACs. Idempotent and
@@ -266,7 +308,11 @@ impl Dataplane {
     ) -> Result<AttachReport, DataplaneError> {
         let host = Host::read()?;
         check_vips(&host, tables)?;
-        let mut report = AttachReport::default();
+        self.mend()?;
+        let mut report = AttachReport {
+            is_renewed: self.is_renewed,
+            ..AttachReport::default()
+        };
         let mut failed = None;
         let mut wanted: BTreeMap<u32, Wanted<'_>> = BTreeMap::new();
         let mut want = |place: Place, spec| {
@@ -385,6 +431,7 @@ impl Dataplane {
         };
         self.held.write(&Write::Control(Box::new(control)))?;
         self.tables = Some(tables.clone());
+        self.is_renewed = false;
         Ok(applied)
     }
 

@@ -6,8 +6,10 @@
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::os::linux::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use aya::programs::links::{FdLink, PinnedLink};
 use lb_common::{LAYOUT_VERSION, from_name, map};
 
 use super::{DataplaneError, Hook, UnloadReport, attach, maps};
@@ -20,7 +22,7 @@ const BPF_FS_MAGIC: u32 = 0xcafe_4a11;
 pub(super) struct Pins {
     root: PathBuf,
     /// Holds the lock.
-    _lock: File,
+    lock: File,
 }
 
 impl Pins {
@@ -29,11 +31,55 @@ impl Pins {
         check_bpffs(root)?;
         let pins = Self {
             root: root.to_owned(),
-            _lock: lock(root)?,
+            lock: lock(root)?,
         };
-        make_dir(&pins.dir())?;
-        make_dir(&pins.dir().join("links"))?;
+        pins.make_dirs()?;
         Ok(pins)
+    }
+
+    fn make_dirs(&self) -> Result<(), DataplaneError> {
+        make_dir(&self.dir())?;
+        make_dir(&self.dir().join("links"))
+    }
+
+    /// Whether everything is still pinned that was when the data plane was opened; links are looked at elsewhere.
+    pub(super) fn are_whole(&self) -> bool {
+        let dir = self.dir();
+        self.is_locked() && map::ALL.iter().all(|name| dir.join(name).exists())
+    }
+
+    /// Makes the directories again, and takes the lock again where the root is another one than before.
+    pub(super) fn renew(&mut self) -> Result<(), DataplaneError> {
+        check_bpffs(&self.root)?;
+        if !self.is_locked() {
+            self.lock = lock(&self.root)?;
+        }
+        self.make_dirs()
+    }
+
+    /// The root below which a program's link of an interface is pinned, on the same bpffs and near its mount.
+    pub(super) fn other_root(&self, hook: Hook, ifindex: u32, program: u32) -> Option<PathBuf> {
+        const DEPTH: usize = 3;
+        let device = fs::metadata(&self.root).ok()?.st_dev();
+        let is_here = |path: &Path| fs::metadata(path).is_ok_and(|meta| meta.st_dev() == device);
+        let mount = self.root.ancestors().take_while(|path| is_here(path)).last()?;
+        let mut roots = vec![mount.to_owned()];
+        for _ in 0..DEPTH {
+            for root in &roots {
+                let path = layout_dir(root).join("links").join(link_name(hook, ifindex));
+                let info = PinnedLink::from_pin(path).map(|pin| FdLink::from(pin).info());
+                if matches!(info, Ok(Ok(info)) if info.program_id() == program) {
+                    return Some(root.clone());
+                }
+            }
+            let inner = roots.iter().filter_map(|root| entries(root).ok()).flatten();
+            roots = inner.filter(|path| path.is_dir()).collect();
+        }
+        None
+    }
+
+    fn is_locked(&self) -> bool {
+        is_at(&self.lock, &self.root)
     }
 
     /// Where the maps of this layout are.
@@ -43,8 +89,7 @@ impl Pins {
 
     /// Where the link of a hook is.
     pub(super) fn link(&self, hook: Hook, ifindex: u32) -> PathBuf {
-        let name = format!("{}-{ifindex}", hook.name());
-        self.dir().join("links").join(name)
+        self.dir().join("links").join(link_name(hook, ifindex))
     }
 
     /// Hook and interface index of every pinned link.
@@ -62,6 +107,10 @@ impl Pins {
             _ => Ok(()),
         }
     }
+}
+
+fn link_name(hook: Hook, ifindex: u32) -> String {
+    format!("{}-{ifindex}", hook.name())
 }
 
 /// Where the maps of this layout are below a root.
@@ -115,14 +164,52 @@ fn make_dir(path: &Path) -> Result<(), DataplaneError> {
     fs::create_dir_all(path).map_err(|error| DataplaneError::pins("create", path, error))
 }
 
+/// Whether a path still leads to an open file.
+fn is_at(file: &File, path: &Path) -> bool {
+    let place = |meta: io::Result<fs::Metadata>| meta.ok().map(|m| (m.st_dev(), m.st_ino()));
+    place(file.metadata()) == place(fs::metadata(path))
+}
+
+/// A bpffs lets anybody make directories, and anybody who can open one can hold its lock: the root must be
+/// ours, and nobody else's business.
+fn make_root(root: &Path) -> Result<(), DataplaneError> {
+    let failed = |error| DataplaneError::pins("look at", root, error);
+    if !root.exists() {
+        if let Some(parent) = root.parent() {
+            make_dir(parent)?;
+        }
+        match fs::DirBuilder::new().mode(0o700).create(root) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(DataplaneError::pins("create", root, error));
+            }
+            _ => {}
+        }
+    }
+    let found = fs::symlink_metadata(root).map_err(failed)?;
+    let user = rustix::process::geteuid().as_raw();
+    if !found.is_dir() || found.st_uid() != user {
+        return Err(DataplaneError::RootOfOthers {
+            path: root.to_owned(),
+            owner: found.st_uid(),
+        });
+    }
+    // The mount itself may be shared with others.
+    let above = root.parent().map(fs::metadata);
+    let is_mount = above.is_none_or(|above| above.is_ok_and(|a| a.st_dev() != found.st_dev()));
+    if found.st_mode() & 0o077 != 0 && !is_mount {
+        fs::set_permissions(root, fs::Permissions::from_mode(0o700))
+            .map_err(|error| DataplaneError::pins("close to others", root, error))?;
+    }
+    Ok(())
+}
+
 fn lock(root: &Path) -> Result<File, DataplaneError> {
-    make_dir(root)?;
+    make_root(root)?;
     let directory = File::open(root).map_err(|error| DataplaneError::pins("open", root, error))?;
     match directory.try_lock() {
         Ok(()) => {
             // Somebody's `unload` may have removed the directory between the two calls.
-            let inode = |meta: io::Result<fs::Metadata>| meta.ok().map(|meta| meta.st_ino());
-            if inode(directory.metadata()) == inode(fs::metadata(root)) {
+            if is_at(&directory, root) {
                 Ok(directory)
             } else {
                 lock(root)
@@ -156,7 +243,7 @@ pub(super) fn remove_all(root: &Path, held: Option<Pins>) -> Result<UnloadReport
     }
     check_bpffs(root)?;
     let _lock = match held {
-        Some(Pins { _lock: lock, .. }) => lock,
+        Some(Pins { lock, .. }) => lock,
         None => lock(root)?,
     };
     let remove = |path: &Path| {

@@ -174,7 +174,39 @@ pub(super) struct Plan {
 }
 
 /// Finds the writes.
+///
+/// What comes is written before what goes is removed. Where the maps have no room for both, what goes is
+/// removed first, without the time that its flows are given otherwise.
 pub(super) fn plan(rows: &Rows, leaving: &Leaving, input: &Input<'_>) -> Plan {
+    let (plan, shortage) = step(rows, leaving, input);
+    if shortage == Shortage::default() {
+        return plan;
+    }
+    let kept = kept(rows, input.tables, shortage);
+    let at_once = (0..MAX_BACKENDS as u16).map(|index| (index, Duration::ZERO));
+    let tables = &kept;
+    let (mut removal, _) = step(rows, &at_once.collect(), &Input { tables, ..*input });
+    let mut between = rows.clone();
+    for write in &removal.writes {
+        between.record(write);
+    }
+    let (rest, _) = step(&between, &Leaving::new(), input);
+    removal.writes.extend(rest.writes);
+    Plan {
+        writes: removal.writes,
+        ..rest
+    }
+}
+
+/// What the maps have no room for as long as they hold what goes.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Shortage {
+    vips: bool,
+    ports: bool,
+    backends: bool,
+}
+
+fn step(rows: &Rows, leaving: &Leaving, input: &Input<'_>) -> (Plan, Shortage) {
     let mut goal = Goal::new(rows);
     goal.place_ports(input.tables);
     goal.place_backends(input.tables);
@@ -186,13 +218,61 @@ pub(super) fn plan(rows: &Rows, leaving: &Leaving, input: &Input<'_>) -> Plan {
         notes,
         fresh_ports,
         fresh_backends,
+        shortage,
         ..
     } = goal;
-    Plan {
+    let plan = Plan {
         writes: order(rows, &next, &fresh_ports, &fresh_backends),
         leaving,
         notes,
-    }
+    };
+    (plan, shortage)
+}
+
+/// What the tables want of that which the maps have; the new backends of a known VIP port are in it unless
+/// it is backends that there is no room for.
+fn kept(rows: &Rows, tables: &TableSet, shortage: Shortage) -> TableSet {
+    let mut kept = tables.clone();
+    kept.vips
+        .retain(|vip, _| rows.vips.contains_key(&Addr::from(*vip)));
+    let ports = known_ports(rows);
+    let backends = known_backends(rows);
+    kept.ports.retain(|&(vip, port), row| {
+        let Some(&id) = ports.get(&service_key(vip, port)) else {
+            return false;
+        };
+        if shortage.backends {
+            row.backends
+                .retain(|backend| backends.contains_key(&backend_key(id, backend)));
+        }
+        true
+    });
+    kept
+}
+
+fn known_ports(rows: &Rows) -> HashMap<ServiceKey, u16> {
+    let ports = rows.port_info.iter().zip(0..);
+    ports
+        .filter(|(info, _)| info.vip_port.port != 0)
+        .map(|(info, id)| (info.vip_port, id))
+        .collect()
+}
+
+fn known_backends(rows: &Rows) -> HashMap<BackendKey, u16> {
+    let backends = rows.backends.iter().zip(0..);
+    backends
+        .filter(|(backend, _)| backend.flags & BACKEND_ALIVE != 0)
+        .map(|(backend, index)| {
+            let info = &rows.backend_info[usize::from(index)];
+            let names = (info.instance, info.uid);
+            ((backend.service, backend.addr, backend.port, names), index)
+        })
+        .collect()
+}
+
+fn backend_key(id: u16, row: &BackendRow) -> BackendKey {
+    let names = (to_name(&row.instance), to_name(&row.uid));
+    (id, Addr::from(row.address), row.port, names)
 }
 
 /// What the rows shall be, as it grows.
@@ -206,6 +286,7 @@ struct Goal<'a> {
     leaving: Leaving,
     fresh_ports: BTreeSet<u16>,
     fresh_backends: BTreeSet<u16>,
+    shortage: Shortage,
     notes: Vec<String>,
 }
 
@@ -234,19 +315,13 @@ impl<'a> Goal<'a> {
             leaving: Leaving::new(),
             fresh_ports: BTreeSet::new(),
             fresh_backends: BTreeSet::new(),
+            shortage: Shortage::default(),
             notes: Vec::new(),
         }
     }
 
     fn place_ports(&mut self, tables: &TableSet) {
-        let known: HashMap<ServiceKey, u16> = self
-            .rows
-            .port_info
-            .iter()
-            .zip(0..)
-            .filter(|(info, _)| info.vip_port.port != 0)
-            .map(|(info, id)| (info.vip_port, id))
-            .collect();
+        let known = known_ports(self.rows);
         let used: HashSet<u16> = known.values().copied().collect();
         let mut free = (0..MAX_PORTS as u16).filter(|id| !used.contains(id));
         for (&(vip, port), row) in &tables.ports {
@@ -257,6 +332,7 @@ impl<'a> Goal<'a> {
                 Some(id)
             });
             let Some(id) = id else {
+                self.shortage.ports = true;
                 self.notes.push(format!(
                     "{vip}:{port} is not served: there are more than {MAX_PORTS} VIP ports"
                 ));
@@ -273,27 +349,16 @@ impl<'a> Goal<'a> {
     }
 
     fn place_backends(&mut self, tables: &TableSet) {
-        let known: HashMap<BackendKey, u16> = self
-            .rows
-            .backends
-            .iter()
-            .zip(0..)
-            .filter(|(backend, _)| backend.flags & BACKEND_ALIVE != 0)
-            .map(|(backend, index)| {
-                let info = &self.rows.backend_info[usize::from(index)];
-                let names = (info.instance, info.uid);
-                ((backend.service, backend.addr, backend.port, names), index)
-            })
-            .collect();
+        let known = known_backends(self.rows);
         let alive: HashSet<u16> = known.values().copied().collect();
         let mut free = (0..MAX_BACKENDS as u16).filter(|index| !alive.contains(index));
         for (&place, &id) in &self.ids {
             let mut indices = Vec::new();
             for row in &tables.ports[&place].backends {
-                let names = (to_name(&row.instance), to_name(&row.uid));
-                let addr = Addr::from(row.address);
-                let was = known.get(&(id, addr, row.port, names)).copied();
+                let key = backend_key(id, row);
+                let was = known.get(&key).copied();
                 let Some(index) = was.or_else(|| free.next()) else {
+                    self.shortage.backends = true;
                     self.notes.push(format!(
                         "{} is not used on {}:{}: there are more than {MAX_BACKENDS} backends",
                         row.instance, place.0, place.1
@@ -309,6 +374,7 @@ impl<'a> Goal<'a> {
                 if was.is_none() {
                     self.fresh_backends.insert(index);
                 }
+                let (_, addr, _, (instance, uid)) = key;
                 self.next.backends[usize::from(index)] = Backend {
                     addr,
                     port: row.port,
@@ -316,7 +382,6 @@ impl<'a> Goal<'a> {
                     generation,
                     flags: BACKEND_ALIVE | if row.eligible { BACKEND_ELIGIBLE } else { 0 },
                 };
-                let (instance, uid) = names;
                 self.next.backend_info[usize::from(index)] = BackendInfo { instance, uid };
                 indices.push(index);
             }
@@ -381,10 +446,12 @@ impl<'a> Goal<'a> {
 
     fn derive_pods(&mut self, host: &BTreeSet<IpAddr>) {
         let mut filter = Filter::default();
-        for backend in &self.next.backends {
-            if backend.flags & BACKEND_ALIVE == 0 {
-                continue;
-            }
+        let alive = self.next.backends.iter().zip(0..);
+        let alive = alive.filter(|(backend, _)| backend.flags & BACKEND_ALIVE != 0);
+        // Of a pod port's VIP ports, those that are wanted come before those of backends that leave.
+        let (leave, stay): (Vec<_>, Vec<_>) =
+            alive.partition(|(_, index)| self.leaving.contains_key(index));
+        for (backend, index) in stay.into_iter().chain(leave) {
             let is_host = host.contains(&IpAddr::from(backend.addr));
             let flags = if is_host { POD_HOST } else { 0 };
             filter.insert(&backend.addr);
@@ -403,7 +470,7 @@ impl<'a> Goal<'a> {
             if let Some(place) = row.vip_ports.get_mut(count) {
                 *place = vip_port;
                 row.count += 1;
-            } else {
+            } else if !self.leaving.contains_key(&index) {
                 self.notes.push(format!(
                     "more than {MAX_VIP_PORTS_PER_POD_PORT} VIP ports lead to {}:{}: \
                      lost flows of {}:{} cannot be found again",
@@ -481,6 +548,9 @@ impl<'a> Goal<'a> {
                 self.next.vips.entry(vip).or_insert(*row);
             }
         }
+        let going = self.rows.vips.keys();
+        let going = going.filter(|vip| !self.next.vips.contains_key(vip)).count();
+        self.shortage.vips = going + self.next.vips.len() > MAX_VIPS as usize;
         for (slot, uplink) in self.next.uplinks.iter_mut().enumerate() {
             uplink.vip_filter = Filter::default();
             for (addr, vip) in &self.next.vips {
@@ -815,6 +885,10 @@ mod tests {
 
     /// What a packet must be able to rely on at any moment.
     fn check(rows: &Rows) {
+        assert!(rows.vips.len() <= MAX_VIPS as usize);
+        assert!(rows.services.len() <= MAX_PORTS as usize);
+        assert!(rows.pods.len() <= MAX_BACKENDS as usize);
+        assert!(rows.pod_ports.len() <= MAX_BACKENDS as usize);
         for (key, service) in &rows.services {
             assert_eq!(service.version, service.version_tail);
             let info = &rows.port_info[usize::from(service.id)];
@@ -947,6 +1021,79 @@ mod tests {
             "{}",
             plan.notes[0]
         );
+    }
+
+    /// Applies two tables which do not fit together, there and back; what serves is counted each time.
+    fn replace(first: &TableSet, second: &TableSet) {
+        let mut agent = Agent::new();
+        for wanted in [first, second, first] {
+            agent.apply(wanted);
+            let vips: Vec<_> = agent.rows.vips.keys().map(|v| IpAddr::from(*v)).collect();
+            assert_eq!(vips, wanted.vips.keys().copied().collect::<Vec<_>>());
+            let ports: Vec<_> = agent.rows.services.keys().copied().collect();
+            let keys = wanted.ports.keys();
+            let keys: BTreeSet<_> = keys.map(|(vip, port)| service_key(*vip, *port)).collect();
+            assert!(ports == keys.into_iter().collect::<Vec<_>>());
+            let count = agent.rows.services.values().map(|s| s.count as usize);
+            let wanted = wanted.ports.values().map(|row| row.backends.len());
+            assert_eq!(count.sum::<usize>(), wanted.sum::<usize>());
+        }
+    }
+
+    #[test]
+    fn vips_are_replaced_by_more_than_there_is_room_for_beside_them() {
+        let some = |vips: std::ops::Range<u8>| {
+            let ports: Vec<Port<'_>> = vips.map(|vip| (vip, 80, &[][..])).collect();
+            tables(&ports)
+        };
+        replace(&some(2..42), &some(42..82));
+    }
+
+    #[test]
+    fn vip_ports_are_replaced_by_more_than_there_is_room_for_beside_them() {
+        let some = |ports: std::ops::Range<u16>| {
+            let ports: Vec<Port<'_>> = ports.map(|port| (2, port, &[][..])).collect();
+            tables(&ports)
+        };
+        replace(&some(1000..1600), &some(2000..2600));
+        replace(&some(1000..2024), &some(3000..3001));
+    }
+
+    #[test]
+    fn backends_are_replaced_by_more_than_there_is_room_for_beside_them() {
+        let some = |from: u8| {
+            let backends: Vec<_> = (from..from + 60).map(|n| (n, n, true)).collect();
+            let ports: Vec<Port<'_>> = (80..148).map(|port| (2, port, &backends[..])).collect();
+            let mut tables = tables(&ports);
+            for ((_, port), row) in &mut tables.ports {
+                row.backends.iter_mut().for_each(|b| b.port = *port);
+            }
+            tables
+        };
+        replace(&some(10), &some(100));
+    }
+
+    #[test]
+    fn vip_ports_that_leave_take_no_room_of_those_that_come() {
+        let some = |ports: std::ops::Range<u16>| {
+            let ports: Vec<Port<'_>> = ports.map(|port| (2, port, &[(0, 10, true)][..])).collect();
+            tables(&ports)
+        };
+        let mut agent = Agent::new();
+        agent.apply(&some(90..96));
+        let input = Input {
+            tables: &some(80..86),
+            placement: &[(vip(2), 0)].into(),
+            host: &BTreeSet::new(),
+            now: SECOND,
+        };
+        let plan = plan(&agent.rows, &Leaving::new(), &input);
+        assert_eq!(plan.notes, Vec::<String>::new());
+        plan.writes.iter().for_each(|w| agent.rows.record(w));
+        let row = agent.rows.pod_ports.values().next().expect("its pod port");
+        for port in 80..86 {
+            assert!(row.vip_ports.contains(&service_key(vip(2), port)));
+        }
     }
 
     /// As [`Port`], but owned.

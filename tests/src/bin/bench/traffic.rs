@@ -193,6 +193,7 @@ impl Metric {
 #[derive(Default)]
 struct Samples {
     of: [Vec<f64>; Metric::ALL.len()],
+    connections: Connections,
 }
 
 /// Measures all laboratories in `rounds` rounds; the JSON of the ratios to plain routing.
@@ -244,11 +245,21 @@ pub fn measure(rounds: usize) -> Result<Value> {
             );
         }
         for at in order() {
+            let Connections {
+                served,
+                failed,
+                first_failure,
+                seconds,
+            } = connections(&beds[at])?;
             push(
                 &mut samples[at],
                 Metric::Connections,
-                connections(&beds[at])?,
+                served as f64 / seconds,
             );
+            let all = &mut samples[at].connections;
+            all.served += served;
+            all.failed += failed;
+            all.first_failure = all.first_failure.take().or(first_failure);
         }
         println!(
             "    round {} of {rounds}, {} s",
@@ -308,6 +319,21 @@ fn report(beds: &[Bed], samples: &[Samples], quiet: bool) -> Value {
         "\n{table}\ngoals: downloads and connections ≥ {GOAL_TRAFFIC}, CPU per GiB ≤ {GOAL_CPU}; \
          missed only when the whole interval is on the wrong side"
     );
+    for (bed, samples) in beds.iter().zip(samples) {
+        let Connections {
+            served,
+            failed,
+            first_failure,
+            ..
+        } = &samples.connections;
+        if let Some(failure) = first_failure {
+            println!(
+                "{failed} of {} connections failed with {}, the first: {failure}",
+                served + failed,
+                bed.variant.name()
+            );
+        }
+    }
     json!(json)
 }
 
@@ -403,34 +429,60 @@ fn receive(mut stream: &TcpStream, received: &AtomicU64, stopping: &AtomicBool) 
     }
 }
 
-/// Makes connections, each with a small exchange; how many a second.
-fn connections(bed: &Bed) -> Result<f64> {
+/// What came of connections.
+#[derive(Default)]
+struct Connections {
+    served: u64,
+    failed: u64,
+    first_failure: Option<String>,
+    seconds: f64,
+}
+
+/// Makes connections, each with a small exchange. A few may fail, as nftables' do where a port is used again;
+/// without any that is served it is an error.
+fn connections(bed: &Bed) -> Result<Connections> {
     let begin = Instant::now();
-    let served = std::thread::scope(|scope| {
+    let client = |client: usize| {
+        let mut mine = Connections::default();
+        while begin.elapsed() < CONNECTIONS {
+            match exchange(bed.api(client + mine.served as usize)) {
+                Ok(()) => mine.served += 1,
+                Err(error) => {
+                    mine.failed += 1;
+                    mine.first_failure.get_or_insert(format!("{error:#}"));
+                }
+            }
+        }
+        mine
+    };
+    let clients = std::thread::scope(|scope| {
         let clients: Vec<_> = (0..CLIENTS)
-            .map(|client| {
-                scope.spawn(move || {
-                    bed.enter(|| -> Result<u64> {
-                        let mut served = 0;
-                        while begin.elapsed() < CONNECTIONS {
-                            exchange(bed.api(client + served as usize))?;
-                            served += 1;
-                        }
-                        Ok(served)
-                    })?
-                })
-            })
+            .map(|number| scope.spawn(move || bed.enter(|| client(number))))
             .collect();
         clients
             .into_iter()
             .map(|client| match client.join() {
-                Ok(served) => served,
+                Ok(mine) => mine,
                 Err(panic) => std::panic::resume_unwind(panic),
             })
-            .sum::<Result<u64>>()
-    });
-    let served = served.with_context(|| format!("connections through {}", bed.variant.name()))?;
-    Ok(served as f64 / begin.elapsed().as_secs_f64())
+            .collect::<Result<Vec<_>>>()
+    })?;
+    let mut all = Connections {
+        seconds: begin.elapsed().as_secs_f64(),
+        ..Connections::default()
+    };
+    for mine in clients {
+        all.served += mine.served;
+        all.failed += mine.failed;
+        all.first_failure = all.first_failure.or(mine.first_failure);
+    }
+    ensure!(
+        all.served > 0,
+        "no connection through {} was served; the first: {}",
+        bed.variant.name(),
+        all.first_failure.unwrap_or_default()
+    );
+    Ok(all)
 }
 
 /// One connection that ends as most do: the server closes after its answer, then the client.
