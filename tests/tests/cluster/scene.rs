@@ -135,7 +135,8 @@ impl Web {
                 "template": {"metadata": {"labels": {"app": "web"}}, "spec": self.pod()},
             },
         });
-        let list = json!({"apiVersion": "v1", "kind": "List", "items": [Self::service(), deployment]});
+        let list =
+            json!({"apiVersion": "v1", "kind": "List", "items": [Self::service(), deployment]});
         cluster.apply(&list.to_string())
     }
 }
@@ -212,8 +213,15 @@ pub fn external(cluster: &Cluster, service: &str, namespace: &str) -> Result<Opt
 pub fn event(cluster: &Cluster, service: &str, namespace: &str, reason: &str) -> Result<String> {
     let mut note = None;
     wait_until(&format!("an Event tells {reason}"), PATIENCE, || {
-        let selector = format!("involvedObject.kind=Service,involvedObject.name={service},reason={reason}");
-        let words = ["events", "--namespace", namespace, "--field-selector", &selector];
+        let selector =
+            format!("involvedObject.kind=Service,involvedObject.name={service},reason={reason}");
+        let words = [
+            "events",
+            "--namespace",
+            namespace,
+            "--field-selector",
+            &selector,
+        ];
         let events = cluster.get(&words)?;
         note = events
             .pointer("/items/0/message")
