@@ -18,7 +18,7 @@ use ironlb::dataplane::{AttachReport, AttachedMode, Dataplane, DataplaneError, O
 use ironlb::desired::{Announce, Bypass, Mode, Refuse, UplinkSelector, UplinkSpec};
 use ironlb::interfaces::InterfaceError;
 use ironlb::tables::{BackendRow, PortRow, TableSet, VipRow};
-use lb_common::{Addr, Service, ServiceKey, Uplink, Vip, map, program};
+use lb_common::{Addr, LAYOUT_VERSION, Service, ServiceKey, Uplink, Vip, map, program};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 /// What names of namespaces and pin roots begin with; the process and the test follow.
@@ -115,8 +115,13 @@ impl Node {
     }
 
     fn map<T: TryFrom<Map, Error: std::fmt::Debug>>(&self, name: &str) -> T {
-        let data = MapData::from_pin(self.bpffs.join("v1").join(name)).expect("pinned");
+        let data = MapData::from_pin(self.maps().join(name)).expect("pinned");
         T::try_from(Map::from_map_data(data).expect("known type")).expect("as laid out")
+    }
+
+    /// Where the maps are.
+    fn maps(&self) -> PathBuf {
+        self.bpffs.join(format!("v{LAYOUT_VERSION}"))
     }
 
     fn clean(&self) {
@@ -368,7 +373,11 @@ fn a_second_agent_is_refused_and_told_the_pid_of_the_first() {
 #[test]
 fn an_agent_with_another_root_is_refused_on_the_same_interface_and_told_which() {
     let node = Node::new("roots");
-    serve(&node, &[in_subnet(Mode::Native)], &tables(&[("ironic-0", 10)]));
+    serve(
+        &node,
+        &[in_subnet(Mode::Native)],
+        &tables(&[("ironic-0", 10)]),
+    );
     let other = Node::called(format!("{}-other", node.name));
     node.inside(|| {
         let mut dataplane = other.open();
@@ -403,9 +412,9 @@ fn pins_that_somebody_removed_are_made_again() {
             rows.collect::<Vec<_>>()
         };
         let before = served();
-        for gone in [&["v1/services"][..], &["v1", "v1/links", ""]] {
+        for gone in [&["services"][..], &["", "links", ".."]] {
             for path in gone {
-                let path = node.bpffs.join(path);
+                let path = node.maps().join(path);
                 if !path.is_dir() {
                     fs::remove_file(&path).expect("removes");
                     continue;
@@ -456,7 +465,10 @@ fn the_root_is_closed_to_others_and_never_somebody_elses() {
         unload(&node.bpffs).expect_err("not ours"),
     ] {
         let text = error.to_string();
-        assert!(text.contains("65534") && text.contains("remove it"), "{text}");
+        assert!(
+            text.contains("65534") && text.contains("remove it"),
+            "{text}"
+        );
     }
     std::os::unix::fs::chown(&node.bpffs, Some(0), None).expect("chown");
 }
@@ -682,7 +694,7 @@ fn an_uplink_that_leaves_the_configuration_is_detached() {
     let uplinks = node.reader().uplinks().expect("uplinks");
     assert_eq!(uplinks.len(), 1);
     assert_eq!(uplinks[0].interface, "up0");
-    let links = fs::read_dir(node.bpffs.join("v1/links"))
+    let links = fs::read_dir(node.maps().join("links"))
         .expect("links")
         .count();
     assert_eq!(links, 2);
@@ -691,11 +703,9 @@ fn an_uplink_that_leaves_the_configuration_is_detached() {
 #[test]
 fn a_pinned_map_of_another_shape_is_an_error_that_names_the_field() {
     let node = Node::new("shape");
-    fs::create_dir_all(node.bpffs.join("v1")).expect("directory");
+    fs::create_dir_all(node.maps()).expect("directory");
     let wrong = HashMap::<MapData, Addr, u64>::create(64, 0).expect("a map");
-    wrong
-        .pin(node.bpffs.join("v1").join(map::VIPS))
-        .expect("pins");
+    wrong.pin(node.maps().join(map::VIPS)).expect("pins");
     let error = Dataplane::open(&node.options()).expect_err("another shape");
     let DataplaneError::Layout {
         path,
