@@ -44,7 +44,9 @@ fn port_of(url: &str) -> Result<u16> {
         .with_context(|| format!("{url} does not lead to the VIP"))
 }
 
-fn instances_learn_their_urls_before_they_start_and_keep_them(cluster: &mut Cluster) -> Result<()> {
+fn instances_learn_their_urls_before_they_start_and_keep_them(
+    cluster: &mut Cluster,
+) -> Result<()> {
     begin(cluster)?;
     let service = json!({
         "apiVersion": "v1", "kind": "Service",
@@ -154,21 +156,17 @@ fn pods_of_the_operators_high_availability_learn_their_urls(cluster: &mut Cluste
         cluster.apply_kustomization(overlay.as_ref())?;
         cluster.wait_ready("deployment/ironic-db", &IN, PATIENCE)?;
         // Made anew until the policy is known to the API server, which takes it a moment.
-        wait_until(
-            "the policy gives a pod its init container",
-            PATIENCE,
-            || {
-                let selector = "--selector=ironic.metal3.io/app=ironic-service";
-                let pods = cluster.get(&["pods", selector, IN[0], IN[1]])?;
-                let init = pods.pointer("/items/0/spec/initContainers/0/name");
-                if init.is_some_and(|name| name == "instance-env") {
-                    return Ok(true);
-                }
-                cluster.kubectl(&["delete", "pod", selector, "--now", IN[0], IN[1]])?;
-                std::thread::sleep(std::time::Duration::from_secs(1));
-                Ok(false)
-            },
-        )?;
+        wait_until("the policy gives a pod its init container", PATIENCE, || {
+            let selector = "--selector=ironic.metal3.io/app=ironic-service";
+            let pods = cluster.get(&["pods", selector, IN[0], IN[1]])?;
+            let init = pods.pointer("/items/0/spec/initContainers/0/name");
+            if init.is_some_and(|name| name == "instance-env") {
+                return Ok(true);
+            }
+            cluster.kubectl(&["delete", "pod", selector, "--now", IN[0], IN[1]])?;
+            std::thread::sleep(std::time::Duration::from_secs(1));
+            Ok(false)
+        })?;
         cluster.wait_ready("daemonset/ironic-service", &IN, PATIENCE)?;
         shows_vip(cluster, "ironic-provisioning")?;
         let pods = "--selector=ironic.metal3.io/app=ironic-service";
@@ -178,17 +176,15 @@ fn pods_of_the_operators_high_availability_learn_their_urls(cluster: &mut Cluste
         let environment = environment(cluster, pod, "httpd")?;
         let url = environment.get("IRONIC_HTTP_URL").context("no URL")?;
         ensure!(port_of(url)? == FIRST, "{pod} has {environment:?}");
-        // What Ironic's own process knows, not what a file says.
-        let script = "tr '\\0' '\\n' </proc/1/environ";
-        let exec = ["exec", pod, IN[0], IN[1], "--container=ironic", "--"];
-        let process = cluster.kubectl(&[&exec[..], &["bash", "-c", script]].concat())?;
+        // What Ironic's own process makes of it.
+        let root = curl(cluster, &format!("http://{VIP}:{API_PORT}/v1"))?;
+        let root: serde_json::Value = serde_json::from_str(&root)?;
+        let link = root.pointer("/links/0/href").and_then(|link| link.as_str());
+        let own = format!("http://{VIP}:{API_PORT}/v1");
         ensure!(
-            process
-                .lines()
-                .any(|line| line == format!("OS_DEPLOY__HTTP_URL={url}")),
-            "Ironic does not know {url}: {process}"
+            link.is_some_and(|link| link.starts_with(&own)),
+            "Ironic's links are {link:?}"
         );
-        curl(cluster, &format!("http://{VIP}:{API_PORT}/v1"))?;
         curl(cluster, &format!("{url}/"))?;
         Ok(())
     })();

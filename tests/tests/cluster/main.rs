@@ -11,6 +11,7 @@ mod serving;
 
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use anyhow::Result;
 use ironlb_tests::cluster::{Cluster, ContainerImage, ironlb_image};
@@ -56,7 +57,15 @@ fn run(
         Some(cluster) => cluster,
         None => start().map_err(|error| format!("{error:#}"))?,
     };
-    scenario(slot.insert(cluster)).map_err(|error| format!("{error:#}").into())
+    let begun = Instant::now();
+    let done = scenario(slot.insert(cluster));
+    eprintln!("    after {:.1} s: ", begun.elapsed().as_secs_f64());
+    done.map_err(|error| {
+        // Now, and not only after the last scenario.
+        let error = format!("{error:#}");
+        eprintln!("{error}");
+        error.into()
+    })
 }
 
 fn start() -> Result<Cluster> {
