@@ -100,7 +100,10 @@ pub fn run(options: Options) -> Result<(), AgentError> {
             }
         };
         let path = options.config.display().to_string();
-        let prepared = Prepared::read(options.config, kubernetes)?;
+        let prepared = tokio::select! {
+            prepared = Prepared::read(options.config, kubernetes) => prepared?,
+            () = signals.end() => return Ok(ended_early()),
+        };
         info!("{path} is good; loading the programs");
         let first = matches!(
             Reader::open(&options.dataplane.bpffs),
@@ -113,10 +116,7 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         }
         let (mut source, state) = tokio::select! {
             started = prepared.start() => started,
-            () = signals.end() => {
-                info!("ended before there was anything to serve");
-                return Ok(());
-            }
+            () = signals.end() => return Ok(ended_early()),
         };
         let mut agent = Agent::new(dataplane, state, observed);
         if let Err(error) = agent.start() {
@@ -139,6 +139,10 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         }
         Ok(())
     })
+}
+
+fn ended_early() {
+    info!("ended before there was anything to serve");
 }
 
 struct Signals {
@@ -247,7 +251,6 @@ impl Agent {
                 _ = hangup.recv() => {
                     info!("SIGHUP: reading {} again", source.path().display());
                     source.forget();
-                    self.reload(source);
                 }
                 () = source.changed() => self.reload(source),
                 change = self.checks.changed() => {
@@ -260,6 +263,7 @@ impl Agent {
                 }
                 () = due(self.gone_due) => self.end_gone(),
                 _ = round.tick() => {
+                    source.look();
                     self.reload(source);
                     self.keep_attached();
                 }

@@ -368,7 +368,11 @@ fn a_second_agent_is_refused_and_told_the_pid_of_the_first() {
 #[test]
 fn an_agent_with_another_root_is_refused_on_the_same_interface_and_told_which() {
     let node = Node::new("roots");
-    serve(&node, &[in_subnet(Mode::Native)], &tables(&[("ironic-0", 10)]));
+    serve(
+        &node,
+        &[in_subnet(Mode::Native)],
+        &tables(&[("ironic-0", 10)]),
+    );
     let other = Node::called(format!("{}-other", node.name));
     node.inside(|| {
         let mut dataplane = other.open();
@@ -456,7 +460,10 @@ fn the_root_is_closed_to_others_and_never_somebody_elses() {
         unload(&node.bpffs).expect_err("not ours"),
     ] {
         let text = error.to_string();
-        assert!(text.contains("65534") && text.contains("remove it"), "{text}");
+        assert!(
+            text.contains("65534") && text.contains("remove it"),
+            "{text}"
+        );
     }
     std::os::unix::fs::chown(&node.bpffs, Some(0), None).expect("chown");
 }

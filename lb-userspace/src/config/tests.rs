@@ -512,6 +512,59 @@ fn the_message_names_the_file() {
     );
 }
 
+#[test]
+fn an_empty_file_is_told_what_it_should_hold() {
+    for text in ["", "\n\n", "---\n", "# uplinks: []\n  # vips\n"] {
+        assert_eq!(
+            mistakes(text),
+            [
+                "1:1: the file is empty; it should hold `apiVersion: ironlb.dev/v1`, `uplinks`, `vips` and, \
+                 unless they come from Kubernetes, `services`"
+            ]
+        );
+    }
+}
+
+#[test]
+fn only_a_regular_file_of_a_sane_size_is_read() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let at = |name: &str| folder.path().join(name);
+    rustix::fs::mkfifoat(rustix::fs::CWD, at("fifo"), rustix::fs::Mode::RUSR).expect("a pipe");
+    let _socket = std::os::unix::net::UnixListener::bind(at("socket")).expect("a socket");
+    fs::write(at("large"), vec![b'#'; 1024 * 1024 + 1]).expect("write");
+    fs::write(at("latin1"), b"# \xe9").expect("write");
+    fs::write(at("largest"), vec![b'#'; 1024 * 1024]).expect("write");
+    let cases = [
+        (
+            at("fifo"),
+            "it is a pipe (FIFO); a configuration is a regular file",
+        ),
+        (
+            at("socket"),
+            "it is a socket; a configuration is a regular file",
+        ),
+        (
+            at(""),
+            "it is a directory; a configuration is a regular file",
+        ),
+        (
+            "/dev/zero".into(),
+            "it is a device; a configuration is a regular file",
+        ),
+        (
+            at("large"),
+            "it is larger than 1024 KiB; no configuration is",
+        ),
+        (at("latin1"), "it is not UTF-8 text"),
+        (at("missing"), "No such file or directory (os error 2)"),
+    ];
+    for (path, why) in cases {
+        let error = load(&path).expect_err("cannot be read").to_string();
+        assert_eq!(error, format!("cannot read {}: {why}", path.display()));
+    }
+    assert_eq!(read(&at("largest")).map(|text| text.len()), Ok(1024 * 1024));
+}
+
 /// The same format, for an agent that takes services from Kubernetes.
 const CLUSTER: &str = "\
 apiVersion: ironlb.dev/v1

@@ -62,11 +62,17 @@ impl Pins {
         const DEPTH: usize = 3;
         let device = fs::metadata(&self.root).ok()?.st_dev();
         let is_here = |path: &Path| fs::metadata(path).is_ok_and(|meta| meta.st_dev() == device);
-        let mount = self.root.ancestors().take_while(|path| is_here(path)).last()?;
+        let mount = self
+            .root
+            .ancestors()
+            .take_while(|path| is_here(path))
+            .last()?;
         let mut roots = vec![mount.to_owned()];
         for _ in 0..DEPTH {
             for root in &roots {
-                let path = layout_dir(root).join("links").join(link_name(hook, ifindex));
+                let path = layout_dir(root)
+                    .join("links")
+                    .join(link_name(hook, ifindex));
                 let info = PinnedLink::from_pin(path).map(|pin| FdLink::from(pin).info());
                 if matches!(info, Ok(Ok(info)) if info.program_id() == program) {
                     return Some(root.clone());

@@ -549,7 +549,9 @@ impl<'a> Goal<'a> {
             }
         }
         let going = self.rows.vips.keys();
-        let going = going.filter(|vip| !self.next.vips.contains_key(vip)).count();
+        let going = going
+            .filter(|vip| !self.next.vips.contains_key(vip))
+            .count();
         self.shortage.vips = going + self.next.vips.len() > MAX_VIPS as usize;
         for (slot, uplink) in self.next.uplinks.iter_mut().enumerate() {
             uplink.vip_filter = Filter::default();
