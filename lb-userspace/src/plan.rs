@@ -5,6 +5,7 @@
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
+use std::mem::discriminant;
 use std::net::IpAddr;
 
 use lb_common::choice::name_hash;
@@ -123,6 +124,24 @@ pub enum Warning {
         /// Port.
         port: u16,
     },
+}
+
+/// Lines of a kind that are told one by one.
+const TOLD: usize = 10;
+
+/// Sorted warnings for people: a sentence each, but of each kind only the first few, and how many more.
+pub fn sentences(warnings: &[Warning]) -> Vec<String> {
+    let same_kind = |a: &Warning, b: &Warning| discriminant(a) == discriminant(b);
+    let kinds = warnings.chunk_by(same_kind);
+    kinds.flat_map(|kind| brief(kind)).collect()
+}
+
+/// The first few of a list as lines, and how many more like it.
+pub(crate) fn brief(list: &[impl ToString]) -> Vec<String> {
+    let more = list.len().saturating_sub(TOLD);
+    let first = list.iter().take(TOLD).map(ToString::to_string);
+    let rest = (more > 0).then(|| format!("and {more} more like it"));
+    first.chain(rest).collect()
 }
 
 /// The tables for a desired state, and what of it they do not hold, sorted.

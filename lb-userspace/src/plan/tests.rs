@@ -474,3 +474,26 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn of_many_warnings_of_a_kind_ten_are_told() {
+    let mut service = ironic(0);
+    service.backends = (0..80).map(backend).collect();
+    service.instance_ports.clear();
+    let mut other = ironic(0);
+    other.name = "other".into();
+    other.instance_ports.clear();
+    let (_, warnings) = plan(&state(vec![service, other]), &Health::default());
+    assert_eq!(warnings.len(), 18, "{warnings:?}");
+    let told = sentences(&warnings);
+    assert_eq!(told.len(), 13, "{told:#?}");
+    assert_eq!(
+        told[0],
+        "service other: port 6180 of 172.22.0.2 is already taken by service ironic"
+    );
+    assert_eq!(
+        told[2],
+        "service ironic: ironic-64 is unused; at most 64 backends a service"
+    );
+    assert_eq!(told[12], "and 6 more like it");
+}
