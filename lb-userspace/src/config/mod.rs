@@ -94,10 +94,29 @@ impl Problem {
         Self {
             line: at.line(),
             column: at.column(),
-            path: path.into(),
-            message: message.into(),
+            path: shown(&path.into()),
+            message: shown(&message.into()),
         }
     }
+}
+
+/// Whether a character is seen as what it is: no control or format character (which may turn the text's
+/// direction around), and no blank but a plain one.
+fn is_shown(c: char) -> bool {
+    // A combining mark is escaped unless it has something to combine with.
+    matches!(c, '\'' | '"' | '\\') || String::from_iter(['x', c]).escape_debug().count() == 2
+}
+
+/// A text with what is not shown escaped: it may come from the file, and goes to a terminal or log.
+fn shown(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        match is_shown(c) {
+            true => shown.push(c),
+            false => shown.extend(c.escape_debug()),
+        }
+    }
+    shown
 }
 
 impl fmt::Display for Problem {
