@@ -789,7 +789,7 @@ fn more_than_the_maps_hold_is_a_mistake_of_the_service() {
     assert_eq!(
         mistakes(&head(&(service(0, 1000, 1) + &service(1, 26, 1)))),
         [
-            "10:11: services[1]: port 1025 of 172.22.0.2 does not fit, nor do 1 other(s) of this file; \
+            "10:11: services[1]: port 1025 of 172.22.0.2 does not fit, nor do 1 more of this file; \
              at most 1024 VIP ports and 4096 backends of VIP ports an agent"
         ]
     );

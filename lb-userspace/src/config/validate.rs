@@ -180,10 +180,13 @@ impl Checker {
         };
         let mut services = file.services.iter().enumerate();
         if let Some((at, raw)) = services.find(|(_, raw)| raw.name.value == **service) {
+            let others = match left_out.len() - 1 {
+                0 => String::new(),
+                others => format!(", nor do {others} more of this file"),
+            };
             let message = format!(
-                "port {port} of {vip} does not fit, nor do {} other(s) of this file; \
-                 at most {MAX_PORTS} VIP ports and {MAX_BACKENDS} backends of VIP ports an agent",
-                left_out.len() - 1
+                "port {port} of {vip} does not fit{others}; \
+                 at most {MAX_PORTS} VIP ports and {MAX_BACKENDS} backends of VIP ports an agent"
             );
             self.complain(raw.name.referenced, format!("services[{at}]"), message);
         }
