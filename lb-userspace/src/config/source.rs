@@ -104,8 +104,8 @@ impl<T> FileSource<T> {
         let mut first = Elsewhere::begin(move || (Watch::new(&file), read(&file)));
         let first = first.finish(&path, "waiting for it").await;
         let (watch, text) = match first {
-            Ok((watch, text)) => (watch, text),
-            Err(why) => return Err(ConfigError::Read { path, why }),
+            Ok((watch, Ok(text))) => (watch, text),
+            Ok((_, Err(why))) | Err(why) => return Err(ConfigError::Read { path, why }),
         };
         let watch = watch
             .inspect_err(|error| {
@@ -120,7 +120,7 @@ impl<T> FileSource<T> {
             parse,
             reading: None,
             read_again: false,
-            last: Some(text),
+            last: Some(Ok(text)),
             is_news: true,
             watch,
             history: History::default(),
