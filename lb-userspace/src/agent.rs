@@ -32,6 +32,9 @@ const ROUND: Duration = Duration::from_secs(2);
 /// How soon to come back to backends that should have been ended and are not yet.
 const GONE_AGAIN: Duration = Duration::from_millis(200);
 
+/// What the log says of a signal during the start.
+const ENDED_EARLY: &str = "ended before there was anything to serve";
+
 /// How the agent runs.
 #[derive(Clone)]
 pub struct Options {
@@ -102,7 +105,10 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         let path = options.config.display().to_string();
         let prepared = tokio::select! {
             prepared = Prepared::read(options.config, kubernetes) => prepared?,
-            () = signals.end() => return Ok(ended_early()),
+            () = signals.end() => {
+                info!("{ENDED_EARLY}");
+                return Ok(());
+            }
         };
         info!("{path} is good; loading the programs");
         let first = matches!(
@@ -116,7 +122,10 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         }
         let (mut source, state) = tokio::select! {
             started = prepared.start() => started,
-            () = signals.end() => return Ok(ended_early()),
+            () = signals.end() => {
+                info!("{ENDED_EARLY}");
+                return Ok(());
+            }
         };
         let mut agent = Agent::new(dataplane, state, observed);
         if let Err(error) = agent.start() {
@@ -139,10 +148,6 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         }
         Ok(())
     })
-}
-
-fn ended_early() {
-    info!("ended before there was anything to serve");
 }
 
 struct Signals {

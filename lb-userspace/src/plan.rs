@@ -134,7 +134,7 @@ const TOLD: usize = 10;
 pub fn sentences(warnings: &[Warning]) -> Vec<String> {
     let same_kind = |a: &Warning, b: &Warning| discriminant(a) == discriminant(b);
     let kinds = warnings.chunk_by(same_kind);
-    kinds.flat_map(|kind| brief(kind)).collect()
+    kinds.flat_map(brief).collect()
 }
 
 /// The first few of a list as lines, and how many more like it.

@@ -791,7 +791,13 @@ fn a_port_without_service_or_backend_is_refused_with_a_valid_reset() {
 fn a_source_that_no_host_has_begins_no_flow_and_gets_no_answer() {
     for name in FORWARD {
         let mut engine = engine();
-        for source in ["0.0.0.0", "0.1.2.3", "127.0.0.1", "224.0.0.1", "255.255.255.255"] {
+        for source in [
+            "0.0.0.0",
+            "0.1.2.3",
+            "127.0.0.1",
+            "224.0.0.1",
+            "255.255.255.255",
+        ] {
             let source = source.parse().expect("an address");
             for port in [API, 6189] {
                 for flags in [TCP_SYN, TCP_ACK] {

@@ -79,7 +79,7 @@ pub fn run(options: Options) -> Result<()> {
     )?;
     let report = wait_until_it_serves(&ironlb, &mut agent).and_then(|report| {
         println!("\n{report}");
-        look_inside(&ironlb, &interface)
+        look_inside(&ironlb)
     });
     if report.is_err() || once {
         agent.stop();
@@ -284,7 +284,7 @@ fn serves(status: &Value, pid: u32) -> bool {
 }
 
 /// Says how to look into what is loaded now.
-fn look_inside(ironlb: &Path, interface: &str) -> Result<()> {
+fn look_inside(ironlb: &Path) -> Result<()> {
     let pins = fs::read_dir(PINS)
         .with_context(|| format!("list {PINS}"))?
         .filter_map(|entry| Some(entry.ok()?.path()))
@@ -293,8 +293,8 @@ fn look_inside(ironlb: &Path, interface: &str) -> Result<()> {
     let (ironlb, pins) = (ironlb.display(), pins.display());
     println!(
         "Look inside:
-    bpftool net show dev {interface}       what is attached (TCX from bpftool 7.3 on)
-    bpftool prog show name ironlb_egress          a program, its size and its maps
+    for link in {pins}/links/*; do bpftool link show pinned $link; done    what is attached, by program
+    bpftool prog show name ironlb_egress    a program, its size and its maps
     bpftool map dump pinned {pins}/services    VIP ports and their backends
     bpftool map dump pinned {pins}/verdicts    packets by verdict, per CPU
     {ironlb} services
