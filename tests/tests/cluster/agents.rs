@@ -293,5 +293,7 @@ fn uninstalling_leaves_nothing_on_the_nodes(cluster: &mut Cluster) -> Result<()>
     let host = &cluster.hosts[0].namespace;
     host.ip("neigh flush dev eth0")?;
     ensure!(curl(cluster, &url).is_err(), "{url} still answers");
-    cluster.kubectl(&["delete", "service/web", IN[0], IN[1]]).map(drop)
+    cluster
+        .kubectl(&["delete", "service/web", IN[0], IN[1]])
+        .map(drop)
 }
