@@ -790,7 +790,7 @@ fn more_than_the_maps_hold_is_a_mistake_of_the_service() {
         mistakes(&head(&(service(0, 1000, 1) + &service(1, 26, 1)))),
         [
             "10:11: services[1]: port 1025 of 172.22.0.2 does not fit, nor do 1 more of this file; \
-             at most 1024 VIP ports and 4096 backends of VIP ports an agent"
+             at most 1024 VIP ports and 16384 backends of VIP ports an agent"
         ]
     );
     let full = service(0, 32, 64) + &service(1, 32, 64);
