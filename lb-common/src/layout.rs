@@ -8,8 +8,8 @@
 
 use core::mem::{offset_of, size_of};
 
-/// Version of everything in this module; part of the pin path (`…/v1/`).
-pub const LAYOUT_VERSION: u32 = 1;
+/// Version of everything in this module; part of the pin path (`…/v2/`).
+pub const LAYOUT_VERSION: u32 = 2;
 
 /// How many uplinks (attachments) one agent manages at most.
 pub const MAX_UPLINKS: u32 = 16;
@@ -18,7 +18,7 @@ pub const MAX_VIPS: u32 = 64;
 /// How many VIP ports (shared and instance ports together) one agent serves at most.
 pub const MAX_PORTS: u32 = 1024;
 /// How many backends of all VIP ports together one agent serves at most; a backend's index fits 16 bits.
-pub const MAX_BACKENDS: u32 = 4096;
+pub const MAX_BACKENDS: u32 = 16_384;
 /// How many backends one VIP port chooses among at most; the rest is reported as unused.
 pub const MAX_BACKENDS_PER_PORT: usize = 64;
 /// How many VIP ports may lead to one pod port: the reply path tries them one by one.

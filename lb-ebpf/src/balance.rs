@@ -145,6 +145,7 @@ fn living<H: Hook>(
 ) -> Option<Verdict> {
     if alive(flow.backend).is_none() {
         flows::remove_living(key, flow);
+        let _ = YOUNG.remove(key);
         return gone(tcp);
     }
     let change = to_pod(ip, tcp, flow);

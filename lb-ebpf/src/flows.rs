@@ -76,8 +76,11 @@ pub fn remove_living(key: &FlowKey, flow: &Flow) {
     let reply = reply_key(key, flow);
     let _ = LIVING_REPLY.remove(&reply);
     let _ = LIVING.remove(key);
-    // Another processor may have found the forward entry in between and restored the reply entry.
-    let _ = LIVING_REPLY.remove(&reply);
+    // Another processor may have found the forward entry in between and restored the reply entry. A look is
+    // cheaper than a removal, which takes the bucket's lock.
+    if LIVING_REPLY.get_ptr(&reply).is_some() {
+        let _ = LIVING_REPLY.remove(&reply);
+    }
     if let Some(pressure) = PRESSURE.get_ptr_mut(0) {
         // SAFETY: one word; a lost race is repaired by the next removal.
         unsafe {
@@ -88,18 +91,26 @@ pub fn remove_living(key: &FlowKey, flow: &Flow) {
     }
 }
 
-/// Moves a living flow back to the young table, where its entry guards the client port.
+/// Ends a living flow: its entry in the young table, which guards the client port, comes to light again.
 #[inline(always)]
 pub fn close(key: &FlowKey, flow: &Flow, state: u8) {
     let mut closing = *flow;
     closing.state = state;
     // SAFETY: a helper without arguments.
     closing.last_seen = unsafe { bpf_jiffies64() };
-    let _ = YOUNG.insert(key, &closing, 0);
+    match YOUNG.get_ptr_mut(key) {
+        // An insert into a full LRU costs as much as all the rest of a short flow together.
+        // SAFETY: the value is this map's; only this flow's packets write it.
+        Some(young) => unsafe { *young = closing },
+        // A long flow's has been given away.
+        None => drop(YOUNG.insert(key, &closing, 0)),
+    }
     remove_living(key, &closing);
 }
 
 /// Makes a young flow living. False when the living table has no room.
+///
+/// The young entry stays, hidden behind the living one, until the flow ends or the LRU needs its place.
 ///
 /// Two processors may do so at once: one wins. A FIN that another one notes meanwhile is noted in the
 /// young entry first and then, if it is there, in the living one, so it is in one of them at the end.
@@ -124,7 +135,6 @@ pub fn promote(key: &FlowKey, young: &Flow) -> bool {
                     (*living).pod_fin |= young.pod_fin;
                 }
             }
-            let _ = YOUNG.remove(key);
             true
         }
         Err(error) => error != -E2BIG,

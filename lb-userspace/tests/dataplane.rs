@@ -18,7 +18,7 @@ use ironlb::dataplane::{AttachReport, AttachedMode, Dataplane, DataplaneError, O
 use ironlb::desired::{Announce, Bypass, Mode, Refuse, UplinkSelector, UplinkSpec};
 use ironlb::interfaces::InterfaceError;
 use ironlb::tables::{BackendRow, PortRow, TableSet, VipRow};
-use lb_common::{Addr, Service, ServiceKey, Uplink, Vip, map, program};
+use lb_common::{Addr, LAYOUT_VERSION, Service, ServiceKey, Uplink, Vip, map, program};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 /// What names of namespaces and pin roots begin with; the process and the test follow.
@@ -115,8 +115,13 @@ impl Node {
     }
 
     fn map<T: TryFrom<Map, Error: std::fmt::Debug>>(&self, name: &str) -> T {
-        let data = MapData::from_pin(self.bpffs.join("v1").join(name)).expect("pinned");
+        let data = MapData::from_pin(self.maps().join(name)).expect("pinned");
         T::try_from(Map::from_map_data(data).expect("known type")).expect("as laid out")
+    }
+
+    /// Where the maps are.
+    fn maps(&self) -> PathBuf {
+        self.bpffs.join(format!("v{LAYOUT_VERSION}"))
     }
 
     fn clean(&self) {
@@ -407,9 +412,9 @@ fn pins_that_somebody_removed_are_made_again() {
             rows.collect::<Vec<_>>()
         };
         let before = served();
-        for gone in [&["v1/services"][..], &["v1", "v1/links", ""]] {
+        for gone in [&["services"][..], &["", "links", ".."]] {
             for path in gone {
-                let path = node.bpffs.join(path);
+                let path = node.maps().join(path);
                 if !path.is_dir() {
                     fs::remove_file(&path).expect("removes");
                     continue;
@@ -689,7 +694,7 @@ fn an_uplink_that_leaves_the_configuration_is_detached() {
     let uplinks = node.reader().uplinks().expect("uplinks");
     assert_eq!(uplinks.len(), 1);
     assert_eq!(uplinks[0].interface, "up0");
-    let links = fs::read_dir(node.bpffs.join("v1/links"))
+    let links = fs::read_dir(node.maps().join("links"))
         .expect("links")
         .count();
     assert_eq!(links, 2);
@@ -698,11 +703,9 @@ fn an_uplink_that_leaves_the_configuration_is_detached() {
 #[test]
 fn a_pinned_map_of_another_shape_is_an_error_that_names_the_field() {
     let node = Node::new("shape");
-    fs::create_dir_all(node.bpffs.join("v1")).expect("directory");
+    fs::create_dir_all(node.maps()).expect("directory");
     let wrong = HashMap::<MapData, Addr, u64>::create(64, 0).expect("a map");
-    wrong
-        .pin(node.bpffs.join("v1").join(map::VIPS))
-        .expect("pins");
+    wrong.pin(node.maps().join(map::VIPS)).expect("pins");
     let error = Dataplane::open(&node.options()).expect_err("another shape");
     let DataplaneError::Layout {
         path,

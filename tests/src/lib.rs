@@ -22,6 +22,7 @@ mod maps;
 mod namespace;
 mod process;
 mod registry;
+mod report;
 mod web;
 mod wire;
 
@@ -36,5 +37,6 @@ pub use maps::{KernelObjects, Maps};
 pub use namespace::Namespace;
 pub use process::Process;
 pub use registry::{Kept, down, kept, sweep};
+pub use report::Report;
 pub use web::{API_PORT, IMAGE_PORT, RPC_PORT};
 pub use wire::{Wire, arp_question};

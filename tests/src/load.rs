@@ -15,8 +15,10 @@ use crate::namespace::Namespace;
 pub struct Load {
     /// Addresses that the connections come from in turn, each with every port from 10,000 on.
     pub sources: Vec<Ipv4Addr>,
-    /// Where they go.
-    pub target: SocketAddrV4,
+    /// Where they go, in turn.
+    pub targets: Vec<SocketAddrV4>,
+    /// Number of the first one: those of an earlier load with the same sources are to be left out.
+    pub first: u32,
     /// How many connections at most.
     pub count: u32,
     /// How long at most.
@@ -38,6 +40,15 @@ pub struct LoadReport {
     pub elapsed: Duration,
 }
 
+impl LoadReport {
+    /// Takes in what came of another part of the same load; the time stays.
+    pub fn add(&mut self, other: Self) {
+        self.served += other.served;
+        self.failed += other.failed;
+        self.first_failure = self.first_failure.take().or(other.first_failure);
+    }
+}
+
 impl Load {
     /// Runs it from `namespace`.
     ///
@@ -49,12 +60,14 @@ impl Load {
         let worker = || {
             let mut report = LoadReport::default();
             while begin.elapsed() < self.limit {
-                let number = next.fetch_add(1, Ordering::Relaxed);
-                if number >= self.count {
+                let done = next.fetch_add(1, Ordering::Relaxed);
+                if done >= self.count {
                     break;
                 }
+                let number = self.first + done;
                 let source = self.source(number);
-                match exchange(source, self.target) {
+                let target = self.targets[number as usize % self.targets.len()];
+                match exchange(source, target) {
                     Ok(()) => report.served += 1,
                     Err(error) => {
                         report.failed += 1;
@@ -82,11 +95,7 @@ impl Load {
             elapsed: begin.elapsed(),
             ..LoadReport::default()
         };
-        for report in reports {
-            all.served += report.served;
-            all.failed += report.failed;
-            all.first_failure = all.first_failure.or(report.first_failure);
-        }
+        reports.into_iter().for_each(|report| all.add(report));
         Ok(all)
     }
 }

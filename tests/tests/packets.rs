@@ -230,7 +230,6 @@ fn a_dialogue_reaches_one_pod_and_comes_back_from_the_vip() {
         let flow = living(&mut engine, API).expect("living");
         assert_eq!((flow.addr, flow.port), (Addr::from(pod.0), pod.1));
         assert_eq!((flow.last_hop, flow.last_ack), (CLIENT_MAC, 77));
-        assert!(young(&mut engine, API).is_none());
     }
 }
 
@@ -705,19 +704,41 @@ fn a_reply_entry_without_its_flow_stands_in_nobodys_way() {
     for name in FORWARD {
         let mut engine = engine();
         establish(&mut engine, name, INSTANCE);
-        engine
-            .lose_flow(map::LIVING, &forward_key(INSTANCE))
-            .expect("was there");
+        for table in [map::LIVING, map::YOUNG] {
+            engine
+                .lose_flow(table, &forward_key(INSTANCE))
+                .expect("was there");
+        }
         only_candidate(&mut engine, IMAGES, 1, 3);
         let pod = establish(&mut engine, name, IMAGES);
         let data = tcp(pod, (CLIENT, PORT), TCP_ACK, b"x");
         let answer = run(&mut engine, program::EGRESS, &data, Verdict::Replied);
         assert_eq!(ends(&answer.frame).0, (VIP, IMAGES));
-        engine
-            .lose_flow(map::LIVING, &forward_key(IMAGES))
-            .expect("was there");
+        for table in [map::LIVING, map::YOUNG] {
+            engine
+                .lose_flow(table, &forward_key(IMAGES))
+                .expect("was there");
+        }
         establish(&mut engine, name, IMAGES);
         assert!(living(&mut engine, IMAGES).is_some());
+    }
+}
+
+#[test]
+fn a_flow_whose_young_entry_was_evicted_guards_its_port_like_any_other() {
+    for evicted in [false, true] {
+        let mut engine = engine();
+        let pod = establish(&mut engine, program::XDP, INSTANCE);
+        if evicted {
+            engine
+                .lose_flow(map::YOUNG, &forward_key(INSTANCE))
+                .expect("was there");
+        }
+        let reset = tcp(pod, (CLIENT, PORT), TCP_RST, b"");
+        run(&mut engine, program::EGRESS, &reset, Verdict::Replied);
+        assert!(living(&mut engine, INSTANCE).is_none());
+        let closing = young(&mut engine, INSTANCE).expect("guards");
+        assert_eq!((closing.state, closing.last_ack), (FLOW_CLOSING, 77));
     }
 }
 
@@ -797,17 +818,17 @@ fn a_source_that_no_host_has_begins_no_flow_and_gets_no_answer() {
             "127.0.0.1",
             "224.0.0.1",
             "255.255.255.255",
+            "172.22.0.2",
         ] {
             let source = source.parse().expect("an address");
             for port in [API, 6189] {
                 for flags in [TCP_SYN, TCP_ACK] {
-                    let frame = tcp((source, PORT), (VIP, port), flags, b"");
+                    let mut frame = tcp((source, PORT), (VIP, port), flags, b"");
+                    frame[..12].copy_from_slice(&[NODE_MAC, CLIENT_MAC].concat());
                     run(&mut engine, name, &frame, Verdict::DroppedSource);
                 }
             }
         }
-        let land = tcp((VIP, PORT), (VIP, API), TCP_SYN, b"");
-        run(&mut engine, name, &land, Verdict::DroppedSource);
     }
 }
 

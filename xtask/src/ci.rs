@@ -1,4 +1,4 @@
-//! What a change must pass: formatting, lints, documentation, tests.
+//! What a change must pass: formatting, lints, documentation, tests, those on a real Kubernetes included.
 
 use anyhow::Result;
 
@@ -76,5 +76,6 @@ pub fn run(Options {}: Options) -> Result<()> {
                 .env("RUSTDOCFLAGS", "-D warnings"),
         )
     })?;
-    test::run(test::Options::default())
+    test::run(test::Options::default())?;
+    test::on_cluster(None)
 }

@@ -1,12 +1,15 @@
-//! Every test of the workspace: the quick ones first, then those that need the laboratory.
+//! Every test of the workspace: the quick ones first, then those that need the laboratory; and those that need
+//! a real Kubernetes, which take longer and are asked for by themselves.
 
 use std::io::{BufRead as _, BufReader};
+use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
 use crate::exec::{Interrupt, Supervised, command, elapsed, exec, stage, target_directory};
+use crate::image::{self, Arch};
 use crate::{laboratory, setup};
 
 /// Selects all crates; lb-ebpf is built for another target, by lb-userspace's build script.
@@ -15,16 +18,70 @@ const WORKSPACE: &[&str] = &["--workspace", "--exclude", "lb-ebpf"];
 /// Options of `cargo xtask test`.
 #[derive(clap::Args, Default)]
 pub struct Options {
+    /// Run those on a real Kubernetes instead of the others; it is built from source at the first time.
+    #[arg(long)]
+    cluster: bool,
     /// Run only tests whose name contains this.
     filter: Option<String>,
 }
+
+/// What of the workspace is tested, and with which arguments of the tests.
+type Selection = (
+    &'static str,
+    &'static [&'static str],
+    &'static [&'static str],
+);
+const SUITES: &[Selection] = &[
+    ("unit tests", &["--lib", "--bins"], &[]),
+    ("integration and scenario tests", &["--test", "*"], &[]),
+    ("documentation tests", &["--doc"], &[]),
+];
+/// The first one builds what the second one looks for.
+const CLUSTER_SUITES: &[Selection] = &[
+    (
+        "scenarios on a cluster",
+        &["--test", "cluster"],
+        &["--ignored"],
+    ),
+    ("Kubernetes as a source", &["--test", "kubernetes"], &[]),
+];
 
 /// Runs the tests.
 ///
 /// # Errors
 /// When one fails; the last lines name those that did.
-pub fn run(Options { filter }: Options) -> Result<()> {
-    setup::ensure_tests()?;
+pub fn run(Options { cluster, filter }: Options) -> Result<()> {
+    if !cluster {
+        setup::ensure_tests()?;
+        return suites(SUITES, filter, &[]);
+    }
+    setup::ensure()?;
+    if let Err(missing) = setup::ensure_cluster() {
+        eprintln!(
+            "\n!!! SKIPPED: no test on a real Kubernetes has run. What it is built with is missing, and cannot \
+             be installed here: {missing:#}\n"
+        );
+        return Ok(());
+    }
+    on_cluster(filter)
+}
+
+/// Runs the tests on a real Kubernetes.
+///
+/// # Errors
+/// As [`run`]; also when there can be none here.
+pub fn on_cluster(filter: Option<String>) -> Result<()> {
+    // It installs what is missing, too.
+    let image = image::build(Arch::own()?)?;
+    suites(CLUSTER_SUITES, filter, &[("IRONLB_IMAGE", &image)])
+}
+
+/// Builds everything, runs a list of selections, and sums up.
+fn suites(
+    selections: &[Selection],
+    filter: Option<String>,
+    environment: &[(&str, &Path)],
+) -> Result<()> {
     // One selection of crates for all suites: another would build dependencies with other features once more.
     stage(
         "build everything",
@@ -39,16 +96,12 @@ pub fn run(Options { filter }: Options) -> Result<()> {
         },
     )?;
     laboratory::sweep()?;
-    let suites: &[(&str, &[&str])] = &[
-        ("unit tests", &["--lib", "--bins"]),
-        ("integration and scenario tests", &["--test", "*"]),
-        ("documentation tests", &["--doc"]),
-    ];
     let started = Instant::now();
     let mut results = Vec::new();
-    for (name, selection) in suites {
+    for selection in selections {
+        let (name, ..) = selection;
         eprintln!("==> {name}");
-        let suite = suite(selection, filter.as_deref());
+        let suite = suite(selection, filter.as_deref(), environment);
         // Of tests that were killed; all others have cleaned up.
         laboratory::sweep()?;
         results.push((*name, suite?));
@@ -97,14 +150,21 @@ struct Suite {
 }
 
 /// Runs a selection of tests, shows their output and counts results.
-fn suite(selection: &[&str], filter: Option<&str>) -> Result<Suite> {
+fn suite(
+    (_, selection, arguments): &Selection,
+    filter: Option<&str>,
+    environment: &[(&str, &Path)],
+) -> Result<Suite> {
     let started = Instant::now();
     let mut cargo = command("cargo");
     cargo
         .args(["test", "--no-fail-fast"])
         .args(WORKSPACE)
-        .args(selection)
+        .args(*selection)
         .args(filter)
+        .arg("--")
+        .args(*arguments)
+        .envs(environment.iter().copied())
         // Built above: else each test binary asks cargo for it.
         .env("IRONLB", target_directory()?.join("ironlb"))
         .stdout(Stdio::piped());

@@ -1,6 +1,6 @@
 //! The pin root on the bpffs: its directories, its lock, and its end.
 //!
-//! `<root>/v1/<map>` and `<root>/v1/links/<hook>-<ifindex>`; the version is that of the map layout. The
+//! `<root>/v<LAYOUT>/<map>` and `<root>/v<LAYOUT>/links/<hook>-<ifindex>`; LAYOUT is the version of the map layout. The
 //! lock is an flock on the root directory itself, so it ends with the process however that ends.
 
 use std::fs::{self, File, TryLockError};
@@ -70,11 +70,14 @@ impl Pins {
         let mut roots = vec![mount.to_owned()];
         for _ in 0..DEPTH {
             for root in &roots {
-                let path = layout_dir(root)
-                    .join("links")
-                    .join(link_name(hook, ifindex));
-                let info = PinnedLink::from_pin(path).map(|pin| FdLink::from(pin).info());
-                if matches!(info, Ok(Ok(info)) if info.program_id() == program) {
+                // Of any layout: the programs may be an older version's.
+                let layouts = entries(root).unwrap_or_default().into_iter();
+                let holds = |layout: PathBuf| {
+                    let path = layout.join("links").join(link_name(hook, ifindex));
+                    let info = PinnedLink::from_pin(path).map(|pin| FdLink::from(pin).info());
+                    matches!(info, Ok(Ok(info)) if info.program_id() == program)
+                };
+                if layouts.filter(|path| is_layout(path)).any(holds) {
                     return Some(root.clone());
                 }
             }
@@ -113,6 +116,12 @@ impl Pins {
             _ => Ok(()),
         }
     }
+}
+
+fn is_layout(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str());
+    let version = name.and_then(|name| name.strip_prefix('v'));
+    version.is_some_and(|version| version.parse::<u32>().is_ok())
 }
 
 fn link_name(hook: Hook, ifindex: u32) -> String {
@@ -259,11 +268,6 @@ pub(super) fn remove_all(root: &Path, held: Option<Pins>) -> Result<UnloadReport
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         removed => removed.map_err(|error| DataplaneError::pins("remove", path, error)),
     };
-    let is_layout = |path: &PathBuf| {
-        let name = path.file_name().and_then(|name| name.to_str());
-        let version = name.and_then(|name| name.strip_prefix('v'));
-        version.is_some_and(|version| version.parse::<u32>().is_ok())
-    };
     let uplinks = maps::uplinks(root);
     attach::remove_filters(&uplinks);
     let name_of = |ifindex: u32| {
@@ -272,7 +276,7 @@ pub(super) fn remove_all(root: &Path, held: Option<Pins>) -> Result<UnloadReport
             format!(" ({})", from_name(&uplink.name))
         })
     };
-    for dir in entries(root)?.into_iter().filter(is_layout) {
+    for dir in entries(root)?.into_iter().filter(|path| is_layout(path)) {
         for (hook, ifindex) in links(&dir)? {
             let interface = name_of(ifindex);
             report

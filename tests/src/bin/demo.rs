@@ -10,8 +10,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use clap::Parser;
 use ironlb_tests::{
-    API_PORT, Agent, Host, IMAGE_PORT, Image, Kept, Laboratory, Node, RPC_PORT, VIP, down, ironlb,
-    kept, run, sweep, wait_until,
+    API_PORT, Agent, Host, IMAGE_PORT, Image, Kept, Laboratory, Node, RPC_PORT, Report, VIP, down,
+    ironlb, kept, run, sweep, wait_until,
 };
 use serde_json::Value;
 
@@ -68,28 +68,6 @@ fn main_of(options: &Options) -> Result<u32> {
         return Ok(0);
     }
     show(keep)
-}
-
-/// The report so far.
-#[derive(Default)]
-struct Report {
-    parts: u32,
-    failed: u32,
-}
-
-impl Report {
-    /// Begins a part.
-    fn part(&mut self, title: &str) {
-        self.parts += 1;
-        println!("\n{}. {title}", self.parts);
-    }
-
-    /// Tells a finding, and whether it is as it must be.
-    fn check(&mut self, good: bool, finding: &str) {
-        let mark = if good { "ok    " } else { "FAILED" };
-        println!("   {mark} {finding}");
-        self.failed += u32::from(!good);
-    }
 }
 
 fn show(keep: bool) -> Result<u32> {
@@ -508,9 +486,7 @@ fn inside(report: &mut Report, node: &Node) -> Result<()> {
             entry["value"]["count"]
         ),
     );
-    for line in compact(&entry).lines() {
-        println!("          {line}");
-    }
+    report.show(&compact(&entry));
     Ok(())
 }
 

@@ -12,8 +12,10 @@
 //!                         eth1 172.22.0.12 ────────┘
 //! ```
 
+mod agents;
 mod binaries;
 mod cache;
+mod clients;
 mod control_plane;
 mod images;
 mod node;
@@ -34,6 +36,8 @@ use control_plane::ControlPlane;
 use node::Plan;
 use pki::Pki;
 
+pub use agents::{AGENTS, ironlb_image, overlay};
+pub use clients::{Clients, Request, Requests};
 pub use images::ContainerImage;
 pub use node::ClusterNode;
 
@@ -287,8 +291,16 @@ impl Cluster {
     /// # Errors
     /// When the API does not take them; the message holds them.
     pub fn apply(&self, manifests: &str) -> Result<()> {
-        let mut kubectl = self.control_plane.kubectl(&["apply", "--filename", "-"]);
-        run_with_input(&mut kubectl, manifests).map(drop)
+        self.kubectl_with_input(&["apply", "--filename", "-"], manifests)
+            .map(drop)
+    }
+
+    /// As [`Cluster::kubectl`], with something on its stdin.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn kubectl_with_input(&self, arguments: &[&str], input: &str) -> Result<String> {
+        run_with_input(&mut self.control_plane.kubectl(arguments), input)
     }
 
     /// Applies a kustomization.

@@ -203,23 +203,32 @@ impl ClusterNode {
         Ok(())
     }
 
+    /// Its first process, as the machine numbers it.
+    fn first_process(&self) -> Result<String> {
+        let outer = self.init.pid();
+        let children = format!("/proc/{outer}/task/{outer}/children");
+        let children = fs::read_to_string(&children)
+            .with_context(|| format!("{} is dead: no {children}", self.name))?;
+        let init = children.split_whitespace().next();
+        init.map(str::to_owned)
+            .with_context(|| format!("{} has no first process", self.name))
+    }
+
+    /// Its file system, seen from outside of it.
+    pub(crate) fn root(&self) -> Result<PathBuf> {
+        Ok(Path::new("/proc").join(self.first_process()?).join("root"))
+    }
+
     /// A command that will run on the node, in all its namespaces.
     ///
     /// # Errors
     /// When the node is dead.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Result<Command> {
-        let outer = self.init.pid();
-        let children = format!("/proc/{outer}/task/{outer}/children");
-        let children = fs::read_to_string(&children)
-            .with_context(|| format!("{} is dead: no {children}", self.name))?;
-        let init = children
-            .split_whitespace()
-            .next()
-            .with_context(|| format!("{} has no first process", self.name))?;
+        let init = self.first_process()?;
         let mut command = Command::new("nsenter");
         command
             .args([
-                "--target", init, "--net", "--mount", "--pid", "--wd=/", "--",
+                "--target", &init, "--net", "--mount", "--pid", "--wd=/", "--",
             ])
             // The init's own PATH is not inherited.
             .args(["env", "PATH=/mnt/bin:/usr/sbin:/usr/bin:/sbin:/bin"])

@@ -1,13 +1,20 @@
 //! Scenarios on a real Kubernetes: `cargo xtask test --cluster` runs them, one after another on one cluster.
 //! A plain `cargo test` leaves them out.
 
+mod agents;
+mod crowd;
+mod instances;
 mod itself;
+mod pods;
+mod scene;
+mod serving;
 
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use anyhow::Result;
-use ironlb_tests::cluster::{Cluster, ContainerImage};
+use ironlb_tests::cluster::{Cluster, ContainerImage, ironlb_image};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 /// A scenario: its name and what it does to the cluster.
@@ -18,14 +25,21 @@ fn main() -> ExitCode {
     // They share one cluster.
     arguments.test_threads = Some(1);
     let cluster = Arc::new(Mutex::new(None));
-    let trials = [itself::SCENARIOS]
-        .concat()
-        .into_iter()
-        .map(|(name, scenario)| {
-            let cluster = Arc::clone(&cluster);
-            Trial::test(name, move || run(&cluster, scenario)).with_ignored_flag(true)
-        })
-        .collect();
+    let trials = [
+        itself::SCENARIOS,
+        serving::SCENARIOS,
+        pods::SCENARIOS,
+        instances::SCENARIOS,
+        crowd::SCENARIOS,
+        agents::SCENARIOS,
+    ]
+    .concat()
+    .into_iter()
+    .map(|(name, scenario)| {
+        let cluster = Arc::clone(&cluster);
+        Trial::test(name, move || run(&cluster, scenario)).with_ignored_flag(true)
+    })
+    .collect();
     let conclusion = libtest_mimic::run(&arguments, trials);
     // Ends it: the process's exit would not.
     drop(cluster);
@@ -41,10 +55,22 @@ fn run(
     let mut slot = cluster.lock().unwrap_or_else(PoisonError::into_inner);
     let cluster = match slot.take() {
         Some(cluster) => cluster,
-        None => Cluster::builder()
-            .image(ContainerImage::Web)
-            .build()
-            .map_err(|error| format!("{error:#}"))?,
+        None => start().map_err(|error| format!("{error:#}"))?,
     };
-    scenario(slot.insert(cluster)).map_err(|error| format!("{error:#}").into())
+    let begun = Instant::now();
+    let done = scenario(slot.insert(cluster));
+    eprintln!("    after {:.1} s: ", begun.elapsed().as_secs_f64());
+    done.map_err(|error| {
+        // Now, and not only after the last scenario.
+        let error = format!("{error:#}");
+        eprintln!("{error}");
+        error.into()
+    })
+}
+
+fn start() -> Result<Cluster> {
+    Cluster::builder()
+        .image(ContainerImage::Web)
+        .image(ContainerImage::Archive(ironlb_image()?))
+        .build()
 }

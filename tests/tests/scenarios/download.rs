@@ -84,7 +84,8 @@ fn a_download_and_new_connections_outlive_the_agent(mode: Mode) {
     scene.host().namespace.ip(&line).expect("address");
     let load = Load {
         sources: vec![source],
-        target: std::net::SocketAddrV4::new(VIP, API_PORT),
+        targets: vec![std::net::SocketAddrV4::new(VIP, API_PORT)],
+        first: 0,
         count: 50_000,
         limit: Duration::from_millis(2500),
         threads: 2,

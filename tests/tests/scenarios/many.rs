@@ -34,7 +34,8 @@ fn short_connections_leave_room_for_more_without_an_agent(mode: Mode) {
     }
     let load = Load {
         sources,
-        target: SocketAddrV4::new(VIP, API_PORT),
+        targets: vec![SocketAddrV4::new(VIP, API_PORT)],
+        first: 0,
         count: CONNECTIONS,
         limit: Duration::from_secs(240),
         threads: 8,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use comfy_table::Table;
-use ironlb_tests::{API_PORT, Agent, IMAGE_PORT, Image, Laboratory, Pod, VIP};
+use ironlb_tests::{API_PORT, Agent, IMAGE_PORT, Image, Laboratory, Load, LoadReport, Pod, VIP};
 use serde_json::{Map, Value, json};
 
 use crate::statistics::{Estimate, median};
@@ -21,7 +21,9 @@ const DOWNLOAD: Duration = Duration::from_millis(1200);
 /// How long connections are made.
 const CONNECTIONS: Duration = Duration::from_millis(1000);
 /// How many clients make connections at a time.
-const CLIENTS: usize = 4;
+const CLIENTS: u32 = 4;
+/// Last octets of the addresses that they come from.
+const SOURCES: std::ops::Range<u8> = 200..216;
 /// Requests that a download sends ahead: more than it can receive in its time.
 const REQUESTS: usize = 500;
 /// Seconds a second of other work that still make a quiet machine.
@@ -87,6 +89,10 @@ impl Bed {
         // Real NICs segment in hardware; the frames that the programs see on their way in stay complete.
         node.namespace
             .exec(["ethtool", "-K", node.uplink, "tx", "on"])?;
+        let host = &laboratory.hosts[0].namespace;
+        for last in SOURCES {
+            host.ip(&format!("addr add 172.22.0.{last}/24 dev eth0"))?;
+        }
         let agent = match variant {
             Variant::Routing | Variant::Control => {
                 laboratory.route_to_pods(&laboratory.hosts[0])?;
@@ -119,16 +125,6 @@ impl Bed {
         } else {
             SocketAddrV4::new(pod.address, IMAGE_PORT)
         }
-    }
-
-    /// Where the connection of that number goes: the port of all pods, or the pods in turn.
-    fn api(&self, number: usize) -> SocketAddrV4 {
-        let address: Ipv4Addr = if self.variant.has_vip() {
-            VIP
-        } else {
-            self.pods()[number % self.pods().len()].address
-        };
-        SocketAddrV4::new(address, API_PORT)
     }
 
     fn enter<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T> {
@@ -193,7 +189,7 @@ impl Metric {
 #[derive(Default)]
 struct Samples {
     of: [Vec<f64>; Metric::ALL.len()],
-    connections: Connections,
+    connections: LoadReport,
 }
 
 /// Measures all laboratories in `rounds` rounds; the JSON of the ratios to plain routing.
@@ -221,7 +217,6 @@ pub fn measure(rounds: usize) -> Result<Value> {
     // Not measured: neighbours, page cache, nginx's first steps.
     for bed in &beds {
         download(bed, 1)?;
-        connections(bed)?;
     }
     let begin = Instant::now();
     let mut samples: Vec<Samples> = beds.iter().map(|_| Samples::default()).collect();
@@ -245,21 +240,14 @@ pub fn measure(rounds: usize) -> Result<Value> {
             );
         }
         for at in order() {
-            let Connections {
-                served,
-                failed,
-                first_failure,
-                seconds,
-            } = connections(&beds[at])?;
+            let before = &samples[at].connections;
+            let report = connections(&beds[at], before.served + before.failed)?;
             push(
                 &mut samples[at],
                 Metric::Connections,
-                served as f64 / seconds,
+                f64::from(report.served) / report.elapsed.as_secs_f64(),
             );
-            let all = &mut samples[at].connections;
-            all.served += served;
-            all.failed += failed;
-            all.first_failure = all.first_failure.take().or(first_failure);
+            samples[at].connections.add(report);
         }
         println!(
             "    round {} of {rounds}, {} s",
@@ -320,7 +308,7 @@ fn report(beds: &[Bed], samples: &[Samples], quiet: bool) -> Value {
          missed only when the whole interval is on the wrong side"
     );
     for (bed, samples) in beds.iter().zip(samples) {
-        let Connections {
+        let LoadReport {
             served,
             failed,
             first_failure,
@@ -429,77 +417,41 @@ fn receive(mut stream: &TcpStream, received: &AtomicU64, stopping: &AtomicBool) 
     }
 }
 
-/// What came of connections.
-#[derive(Default)]
-struct Connections {
-    served: u64,
-    failed: u64,
-    first_failure: Option<String>,
-    seconds: f64,
-}
-
-/// Makes connections, each with a small exchange. A few may fail, as nftables' do where a port is used again;
-/// without any that is served it is an error.
-fn connections(bed: &Bed) -> Result<Connections> {
-    let begin = Instant::now();
-    let client = |client: usize| {
-        let mut mine = Connections::default();
-        while begin.elapsed() < CONNECTIONS {
-            match exchange(bed.api(client + mine.served as usize)) {
-                Ok(()) => mine.served += 1,
-                Err(error) => {
-                    mine.failed += 1;
-                    mine.first_failure.get_or_insert(format!("{error:#}"));
-                }
-            }
+/// Makes connections, each with a small exchange, all from pairs of address and port that were not used before:
+/// whether a pod still holds such a pair in TIME_WAIT depends on how many addresses it is dialled by, which is
+/// not what is compared here. A few may fail; without any that is served it is an error.
+fn connections(bed: &Bed, first: u32) -> Result<LoadReport> {
+    let targets = match bed.variant.has_vip() {
+        true => vec![SocketAddrV4::new(VIP, API_PORT)],
+        false => {
+            // By chance, as a hash spreads them: in turn, no two clients would ever wait for the same pod.
+            let pods = bed.pods();
+            let any = |number: u32| {
+                pods[(number.wrapping_mul(2_654_435_769) >> 16) as usize % pods.len()].address
+            };
+            (0..1009)
+                .map(|number| SocketAddrV4::new(any(number), API_PORT))
+                .collect()
         }
-        mine
     };
-    let clients = std::thread::scope(|scope| {
-        let clients: Vec<_> = (0..CLIENTS)
-            .map(|number| scope.spawn(move || bed.enter(|| client(number))))
-            .collect();
-        clients
-            .into_iter()
-            .map(|client| match client.join() {
-                Ok(mine) => mine,
-                Err(panic) => std::panic::resume_unwind(panic),
-            })
-            .collect::<Result<Vec<_>>>()
-    })?;
-    let mut all = Connections {
-        seconds: begin.elapsed().as_secs_f64(),
-        ..Connections::default()
+    let load = Load {
+        sources: SOURCES
+            .map(|last| Ipv4Addr::new(172, 22, 0, last))
+            .collect(),
+        targets,
+        first,
+        count: u32::MAX,
+        limit: CONNECTIONS,
+        threads: CLIENTS,
     };
-    for mine in clients {
-        all.served += mine.served;
-        all.failed += mine.failed;
-        all.first_failure = all.first_failure.or(mine.first_failure);
-    }
+    let report = load.run(&bed.laboratory.hosts[0].namespace)?;
     ensure!(
-        all.served > 0,
+        report.served > 0,
         "no connection through {} was served; the first: {}",
         bed.variant.name(),
-        all.first_failure.unwrap_or_default()
+        report.first_failure.unwrap_or_default()
     );
-    Ok(all)
-}
-
-/// One connection that ends as most do: the server closes after its answer, then the client.
-fn exchange(server: SocketAddrV4) -> Result<()> {
-    let mut stream = TcpStream::connect_timeout(&server.into(), Duration::from_secs(5))
-        .with_context(|| format!("connect to {server}"))?;
-    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
-    stream
-        .write_all(b"GET / HTTP/1.0\r\n\r\n")
-        .context("send")?;
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer).context("receive")?;
-    ensure!(
-        answer.starts_with(b"HTTP/1.1 200"),
-        "the answer of {server} is not 200"
-    );
-    Ok(())
+    Ok(report)
 }
 
 /// What happened while time went by.

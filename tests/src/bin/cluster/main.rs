@@ -1,11 +1,14 @@
-//! A Kubernetes cluster to play with; `cargo xtask cluster` builds and runs this.
+//! A Kubernetes cluster to play with, and a demo of ironlb in one; `cargo xtask cluster` builds and runs this.
+
+mod demo;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
-use ironlb_tests::cluster::{Cluster, ContainerImage};
+use ironlb_tests::cluster::{Cluster, ContainerImage, overlay};
 use ironlb_tests::{Kept, VIP, down, kept, sweep};
 
 #[derive(Parser)]
@@ -21,15 +24,21 @@ enum Command {
         /// Without kube-proxy, nothing answers at ClusterIPs.
         #[arg(long)]
         no_kube_proxy: bool,
-        /// Load Ironic's image, too.
+        /// Start three Ironics, too.
         #[arg(long)]
         ironic: bool,
-        /// The image of ironlb, an OCI archive.
+        /// The image of ironlb, an OCI archive: it is deployed.
         #[arg(long)]
         image: Option<PathBuf>,
     },
     /// End those that stay.
     Down,
+    /// Show ironlb in front of three real Ironics.
+    Demo {
+        /// The image of ironlb, an OCI archive.
+        #[arg(long)]
+        image: PathBuf,
+    },
 }
 
 fn main() -> ExitCode {
@@ -38,11 +47,16 @@ fn main() -> ExitCode {
             no_kube_proxy,
             ironic,
             image,
-        } => up(!no_kube_proxy, ironic, image),
-        Command::Down => end(),
+        } => up(!no_kube_proxy, ironic, image).map(|()| 0),
+        Command::Down => end().map(|()| 0),
+        Command::Demo { image } => demo::show(image),
     };
     match done {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(0) => ExitCode::SUCCESS,
+        Ok(failed) => {
+            println!("\n{failed} of the above FAILED");
+            ExitCode::FAILURE
+        }
         Err(error) => {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
@@ -60,10 +74,18 @@ fn up(kube_proxy: bool, ironic: bool, image: Option<PathBuf>) -> Result<()> {
     if ironic {
         builder = builder.image(ContainerImage::Ironic);
     }
-    if let Some(image) = image {
-        builder = builder.image(ContainerImage::Archive(image));
+    if let Some(image) = &image {
+        builder = builder.image(ContainerImage::Archive(image.clone()));
     }
     let cluster = builder.build()?;
+    if let Some(image) = &image {
+        cluster.deploy_ironlb(image)?;
+    }
+    if ironic {
+        cluster.apply_kustomization(&overlay("ironic"))?;
+        let namespace = ["--namespace", "metal3"];
+        cluster.wait_ready("statefulset/ironic", &namespace, Duration::from_secs(180))?;
+    }
     let usage = usage(&cluster);
     let kubectl = cluster.keep()?;
     println!(
