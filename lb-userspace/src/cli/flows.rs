@@ -189,3 +189,34 @@ fn row(flow: &FlowView) -> [String; 10] {
         flow.interface.clone(),
     ]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_closing_flow_expires_and_only_after_its_minute() {
+        let flow = |state, idle_seconds| FlowView {
+            state,
+            client: [172, 22, 0, 101].into(),
+            client_port: 40_000,
+            vip: [172, 22, 0, 2].into(),
+            vip_port: 6180,
+            service: "ironic".into(),
+            pod: [10, 244, 0, 11].into(),
+            pod_port: 6180,
+            instance: "ironic-0".into(),
+            gone: false,
+            translated_port: None,
+            age_seconds: 7200.0,
+            idle_seconds,
+            bytes_in: 0,
+            bytes_out: 0,
+            interface: "eth1".into(),
+            last_hop: String::new(),
+        };
+        assert!(!is_expired(&flow(FlowState::Closing, 59.9)));
+        assert!(is_expired(&flow(FlowState::Closing, 60.0)));
+        assert!(!is_expired(&flow(FlowState::Living, 7200.0)));
+    }
+}

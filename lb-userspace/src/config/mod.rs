@@ -26,7 +26,7 @@ use crate::desired::DesiredState;
 
 /// The format that this version reads.
 pub const API_VERSION: &str = "ironlb.dev/v1";
-/// Bytes of a file at most: the largest that can be served, with room for comments, is a third of it.
+/// Bytes of a file at most: as many as a ConfigMap holds.
 pub const MAX_BYTES: u64 = 1 << 20;
 
 /// A configuration that cannot be used.
@@ -60,7 +60,7 @@ pub enum Unreadable {
     #[error("it is {0}; a configuration is a regular file")]
     NotRegular(&'static str),
     /// More than [`MAX_BYTES`].
-    #[error("it is larger than {} KiB; no configuration is", MAX_BYTES >> 10)]
+    #[error("it is larger than {} KiB, the most that is read", MAX_BYTES >> 10)]
     TooLarge,
     /// Not UTF-8.
     #[error("it is not UTF-8 text")]

@@ -1,6 +1,8 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use lb_common::MAX_BACKENDS;
+
 use super::*;
 use crate::desired::{
     Announce, BackendSpec, Bypass, HealthSpec, InstancePorts, Mode, PassSpec, PortSpec, Refuse,
@@ -696,7 +698,7 @@ fn only_a_regular_file_of_a_sane_size_is_read() {
         ),
         (
             at("large"),
-            "it is larger than 1024 KiB; no configuration is",
+            "it is larger than 1024 KiB, the most that is read",
         ),
         (at("latin1"), "it is not UTF-8 text"),
         (at("missing"), "No such file or directory (os error 2)"),
@@ -788,12 +790,13 @@ fn more_than_the_maps_hold_is_a_mistake_of_the_service() {
     assert!(parsed(&head(&full)).is_ok());
     assert_eq!(
         mistakes(&head(&(service(0, 1000, 1) + &service(1, 26, 1)))),
-        [
+        [format!(
             "10:11: services[1]: port 1025 of 172.22.0.2 does not fit, nor do 1 more of this file; \
-             at most 1024 VIP ports and 16384 backends of VIP ports an agent"
-        ]
+             at most 1024 VIP ports and {MAX_BACKENDS} backends of VIP ports an agent"
+        )]
     );
-    let full = service(0, 32, 64) + &service(1, 32, 64);
+    let half = MAX_BACKENDS as usize / 2 / 64;
+    let full = service(0, half, 64) + &service(1, half, 64);
     assert!(parsed(&head(&full)).is_ok());
     let found = mistakes(&head(&(full + &service(2, 1, 1))));
     assert!(found[0].contains("services[2]: port 2001"), "{found:#?}");
