@@ -482,6 +482,8 @@ pub struct Flow {
 
 /// The flow has ended (FIN both ways, or RST); the entry guards against port collisions.
 pub const FLOW_CLOSING: u8 = 1;
+/// Seconds that a closing entry guards its client port: as long as the pod may hold TIME_WAIT.
+pub const CLOSING_GUARD: u64 = 60;
 /// Closing only by a RST of the client, which the pod may have rejected.
 pub const FLOW_CLAIMED: u8 = 2;
 /// The living table had no room: the client's next packet is refused.

@@ -5,13 +5,11 @@
 
 use aya_ebpf::helpers::{bpf_jiffies64, bpf_ktime_get_boot_ns};
 use lb_common::{
-    Addr, Backend, FLOW_CLOSING, Flow, FlowKey, MAX_VIP_PORTS_PER_POD_PORT, PodPort, ServiceKey,
+    Addr, Backend, CLOSING_GUARD, FLOW_CLOSING, Flow, FlowKey, MAX_VIP_PORTS_PER_POD_PORT, PodPort, ServiceKey,
 };
 
 use crate::maps::{LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, TICKS_PER_SECOND, UPLINK, YOUNG};
 
-/// Seconds that a closing entry guards its client port: as long as the pod may hold TIME_WAIT.
-const CLOSING_GUARD: u64 = 60;
 /// Seconds that a young entry guards its client port: as long as a pod may retry a SYN-ACK.
 const YOUNG_GUARD: u64 = 120;
 

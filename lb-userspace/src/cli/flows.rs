@@ -3,15 +3,13 @@
 use std::net::IpAddr;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use clap::ValueEnum;
+use lb_common::CLOSING_GUARD;
 
 use super::{Output, OutputArgument, ago, bytes, emit, emit_json, table, unknown};
 use crate::dataplane::read::{BackendView, FlowFilter, FlowState, FlowView, Reader};
 
-/// How long a closing entry guards its port: that of the programs (`CLOSING_GUARD` in lb-ebpf).
-const CLOSING_GUARD: Duration = Duration::from_secs(60);
 /// Rows of a table unless somebody asks for more.
 const TABLE_LIMIT: usize = 100;
 
@@ -153,7 +151,7 @@ fn missing(
 
 /// Whether a flow is only a leftover: it has ended, and guards nothing any more.
 pub(super) fn is_expired(flow: &FlowView) -> bool {
-    flow.state == FlowState::Closing && flow.idle_seconds >= CLOSING_GUARD.as_secs_f64()
+    flow.state == FlowState::Closing && flow.idle_seconds >= CLOSING_GUARD as f64
 }
 
 fn row(flow: &FlowView) -> [String; 10] {
