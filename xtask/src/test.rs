@@ -43,11 +43,7 @@ const CLUSTER_SUITES: &[Selection] = &[
         &["--test", "cluster"],
         &["--ignored"],
     ),
-    (
-        "Kubernetes as a source",
-        &["--test", "kubernetes"],
-        &[],
-    ),
+    ("Kubernetes as a source", &["--test", "kubernetes"], &[]),
 ];
 
 /// Runs the tests.

@@ -142,11 +142,9 @@ fn ask(target: SocketAddr) -> Result<String> {
     let (head, body) = answer
         .split_once("\r\n\r\n")
         .with_context(|| format!("the answer is {answer:?}"))?;
-    ensure!(
-        head.starts_with("HTTP/1.1 200"),
-        "the answer is {answer:?}"
-    );
-    let body: Value = serde_json::from_str(body).with_context(|| format!("the answer is {body:?}"))?;
+    ensure!(head.starts_with("HTTP/1.1 200"), "the answer is {answer:?}");
+    let body: Value =
+        serde_json::from_str(body).with_context(|| format!("the answer is {body:?}"))?;
     let pod = body["pod"].as_str().context("no pod in the answer")?;
     Ok(pod.to_owned())
 }

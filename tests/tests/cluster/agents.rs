@@ -56,7 +56,10 @@ fn an_outage_of_the_api_changes_nothing(cluster: &mut Cluster) -> Result<()> {
                     .iter()
                     .map(|b| (b.index, b.generation, &b.instance, b.eligible))
                     .collect();
-                format!("{} {} {:?} {backends:?}", port.port, port.serving, port.slot)
+                format!(
+                    "{} {} {:?} {backends:?}",
+                    port.port, port.serving, port.slot
+                )
             })
             .collect();
         Ok(rows.join("\n"))
@@ -81,7 +84,9 @@ fn an_outage_of_the_api_changes_nothing(cluster: &mut Cluster) -> Result<()> {
 
     // And it goes on from there.
     wait_until("the state is as new as the API", PATIENCE, || {
-        Ok(serving_node(cluster)?.metric(age)?.is_some_and(|age| age < 5.0))
+        Ok(serving_node(cluster)?
+            .metric(age)?
+            .is_some_and(|age| age < 5.0))
     })?;
     cluster.agents_ready()?;
     cluster.kubectl(&["scale", "deployment/web", "--replicas=2", IN[0], IN[1]])?;
@@ -126,9 +131,18 @@ fn a_download_outlives_agents_that_are_deleted_restarted_and_upgraded(
     cluster.kubectl(&["scale", "deployment/web", "--replicas=2", IN[0], IN[1]])?;
     serving(cluster, 2)?;
 
-    cluster.kubectl(&["rollout", "restart", "daemonset/ironlb", "--namespace", AGENTS])?;
+    cluster.kubectl(&[
+        "rollout",
+        "restart",
+        "daemonset/ironlb",
+        "--namespace",
+        AGENTS,
+    ])?;
     cluster.agents_ready()?;
-    ensure!(cluster.agent_on(node)? != second, "{second} was not restarted");
+    ensure!(
+        cluster.agent_on(node)? != second,
+        "{second} was not restarted"
+    );
 
     // Another image is an upgrade, whatever is in it.
     for node in &cluster.nodes {
@@ -136,7 +150,14 @@ fn a_download_outlives_agents_that_are_deleted_restarted_and_upgraded(
         node.exec(tag.into_iter().chain(["localhost/ironlb:dev", NEXT]))?;
     }
     let image = format!("agent={NEXT}");
-    cluster.kubectl(&["set", "image", "daemonset/ironlb", &image, "--namespace", AGENTS])?;
+    cluster.kubectl(&[
+        "set",
+        "image",
+        "daemonset/ironlb",
+        &image,
+        "--namespace",
+        AGENTS,
+    ])?;
     cluster.agents_ready()?;
     ensure!(
         download.running()?,
@@ -215,7 +236,9 @@ fn a_right_that_is_missing_is_told(cluster: &mut Cluster) -> Result<()> {
             let asked = format!("cannot {verb} resource");
             let waited = wait_until(&format!("agents miss {verb} {resource}"), PATIENCE, || {
                 let said = logs(cluster).unwrap_or_default();
-                Ok(said.lines().any(|line| line.contains("forbidden") && line.contains(&asked)))
+                Ok(said
+                    .lines()
+                    .any(|line| line.contains("forbidden") && line.contains(&asked)))
             });
             cluster.apply(&whole)?;
             waited.with_context(|| logs(cluster).unwrap_or_default())?;
@@ -246,7 +269,9 @@ fn uninstalling_leaves_nothing_on_the_nodes(cluster: &mut Cluster) -> Result<()>
     }
     let kustomize = |verb: &str, directory: &Path| {
         let directory = directory.display().to_string();
-        cluster.kubectl(&[verb, "--kustomize", &directory]).map(drop)
+        cluster
+            .kubectl(&[verb, "--kustomize", &directory])
+            .map(drop)
     };
     kustomize("delete", &overlay("ironlb"))?;
     // Without agents it still serves.
@@ -268,5 +293,7 @@ fn uninstalling_leaves_nothing_on_the_nodes(cluster: &mut Cluster) -> Result<()>
     let host = &cluster.hosts[0].namespace;
     host.ip("neigh flush dev eth0")?;
     ensure!(curl(cluster, &url).is_err(), "{url} still answers");
-    cluster.kubectl(&["delete", "service/web", IN[0], IN[1]]).map(drop)
+    cluster
+        .kubectl(&["delete", "service/web", IN[0], IN[1]])
+        .map(drop)
 }

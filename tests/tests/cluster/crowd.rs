@@ -91,18 +91,32 @@ fn the_maps_hold_what_the_api_says_after_a_minute_of_changes(cluster: &mut Clust
     let mut random = Random(0x1d0_2c0de);
     let services: Vec<Value> = (0..SERVICES).map(service).collect();
     create(cluster, services)?;
-    create(cluster, (0..SERVICES).map(|number| slice(number, &mut random)).collect())?;
+    create(
+        cluster,
+        (0..SERVICES)
+            .map(|number| slice(number, &mut random))
+            .collect(),
+    )?;
 
     let begun = Instant::now();
     let mut changes = 0;
     while begun.elapsed() < CHURN {
         // All slices anew, and some Services go and come back.
-        let gone: Vec<usize> = (0..5).map(|_| random.below(SERVICES)).collect::<BTreeSet<_>>().into_iter().collect();
-        let names: Vec<String> = gone.iter().map(|number| format!("crowd-{number}")).collect();
+        let gone: Vec<usize> = (0..5)
+            .map(|_| random.below(SERVICES))
+            .collect::<BTreeSet<_>>()
+            .into_iter()
+            .collect();
+        let names: Vec<String> = gone
+            .iter()
+            .map(|number| format!("crowd-{number}"))
+            .collect();
         let mut delete = vec!["delete", "service", "--wait=false", "--namespace", CROWD];
         delete.extend(names.iter().map(String::as_str));
         cluster.kubectl(&delete)?;
-        let slices = (0..SERVICES).map(|number| slice(number, &mut random)).collect();
+        let slices = (0..SERVICES)
+            .map(|number| slice(number, &mut random))
+            .collect();
         submit(cluster, "replace", slices)?;
         create(cluster, gone.iter().copied().map(service).collect())?;
         changes += SERVICES + 2 * gone.len();
@@ -137,7 +151,9 @@ fn the_maps_hold_what_the_api_says_after_a_minute_of_changes(cluster: &mut Clust
         endpoints_each(),
         requests.0.len()
     );
-    cluster.kubectl(&["delete", "namespace", CROWD, "--wait=false"]).map(drop)
+    cluster
+        .kubectl(&["delete", "namespace", CROWD, "--wait=false"])
+        .map(drop)
 }
 
 /// A number generator (xorshift64) whose results are the same in every run.
@@ -200,7 +216,9 @@ fn create(cluster: &Cluster, objects: Vec<Value>) -> Result<()> {
 /// All objects by one kubectl.
 fn submit(cluster: &Cluster, verb: &str, objects: Vec<Value>) -> Result<()> {
     let list = json!({"apiVersion": "v1", "kind": "List", "items": objects}).to_string();
-    cluster.kubectl_with_input(&[verb, "--filename", "-"], &list).map(drop)
+    cluster
+        .kubectl_with_input(&[verb, "--filename", "-"], &list)
+        .map(drop)
 }
 
 /// A VIP port, an address, and whether it takes new flows.
@@ -218,10 +236,13 @@ fn wanted(cluster: &Cluster) -> Result<BTreeSet<Row>> {
     let slices = list("endpointslices")?;
     let mut rows = BTreeSet::new();
     for service in list("services")? {
-        let port = service.pointer("/spec/ports/0/port").and_then(Value::as_u64);
+        let port = service
+            .pointer("/spec/ports/0/port")
+            .and_then(Value::as_u64);
         let port = port.context("a Service has a port")?;
         let name = &service["metadata"]["name"];
-        let of_it = |slice: &&Value| slice["metadata"]["labels"]["kubernetes.io/service-name"] == *name;
+        let of_it =
+            |slice: &&Value| slice["metadata"]["labels"]["kubernetes.io/service-name"] == *name;
         for slice in slices.iter().filter(of_it) {
             for endpoint in slice["endpoints"].as_array().into_iter().flatten() {
                 let address = endpoint["addresses"][0].as_str().context("an address")?;

@@ -44,9 +44,7 @@ fn port_of(url: &str) -> Result<u16> {
         .with_context(|| format!("{url} does not lead to the VIP"))
 }
 
-fn instances_learn_their_urls_before_they_start_and_keep_them(
-    cluster: &mut Cluster,
-) -> Result<()> {
+fn instances_learn_their_urls_before_they_start_and_keep_them(cluster: &mut Cluster) -> Result<()> {
     begin(cluster)?;
     let service = json!({
         "apiVersion": "v1", "kind": "Service",
@@ -156,17 +154,21 @@ fn pods_of_the_operators_high_availability_learn_their_urls(cluster: &mut Cluste
         cluster.apply_kustomization(overlay.as_ref())?;
         cluster.wait_ready("deployment/ironic-db", &IN, PATIENCE)?;
         // Made anew until the policy is known to the API server, which takes it a moment.
-        wait_until("the policy gives a pod its init container", PATIENCE, || {
-            let selector = "--selector=ironic.metal3.io/app=ironic-service";
-            let pods = cluster.get(&["pods", selector, IN[0], IN[1]])?;
-            let init = pods.pointer("/items/0/spec/initContainers/0/name");
-            if init.is_some_and(|name| name == "instance-env") {
-                return Ok(true);
-            }
-            cluster.kubectl(&["delete", "pod", selector, "--now", IN[0], IN[1]])?;
-            std::thread::sleep(std::time::Duration::from_secs(1));
-            Ok(false)
-        })?;
+        wait_until(
+            "the policy gives a pod its init container",
+            PATIENCE,
+            || {
+                let selector = "--selector=ironic.metal3.io/app=ironic-service";
+                let pods = cluster.get(&["pods", selector, IN[0], IN[1]])?;
+                let init = pods.pointer("/items/0/spec/initContainers/0/name");
+                if init.is_some_and(|name| name == "instance-env") {
+                    return Ok(true);
+                }
+                cluster.kubectl(&["delete", "pod", selector, "--now", IN[0], IN[1]])?;
+                std::thread::sleep(std::time::Duration::from_secs(1));
+                Ok(false)
+            },
+        )?;
         cluster.wait_ready("daemonset/ironic-service", &IN, PATIENCE)?;
         shows_vip(cluster, "ironic-provisioning")?;
         let pods = "--selector=ironic.metal3.io/app=ironic-service";

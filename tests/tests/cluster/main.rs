@@ -33,13 +33,13 @@ fn main() -> ExitCode {
         crowd::SCENARIOS,
         agents::SCENARIOS,
     ]
-        .concat()
-        .into_iter()
-        .map(|(name, scenario)| {
-            let cluster = Arc::clone(&cluster);
-            Trial::test(name, move || run(&cluster, scenario)).with_ignored_flag(true)
-        })
-        .collect();
+    .concat()
+    .into_iter()
+    .map(|(name, scenario)| {
+        let cluster = Arc::clone(&cluster);
+        Trial::test(name, move || run(&cluster, scenario)).with_ignored_flag(true)
+    })
+    .collect();
     let conclusion = libtest_mimic::run(&arguments, trials);
     // Ends it: the process's exit would not.
     drop(cluster);

@@ -71,7 +71,10 @@ fn no_request_fails_while_pods_become_unready_and_ready(cluster: &mut Cluster) -
     ensure!(others == 0, "{others} requests went to unready pods");
     let answers = requests.answers();
     ensure!(answers.len() == pods.len(), "answers came from {answers:?}");
-    eprintln!("    {} requests, none failed: {answers:?}", requests.0.len());
+    eprintln!(
+        "    {} requests, none failed: {answers:?}",
+        requests.0.len()
+    );
     Ok(())
 }
 
@@ -177,7 +180,13 @@ fn a_drained_node_is_refused_and_not_a_black_hole(cluster: &mut Cluster) -> Resu
         ..Web::default()
     };
     let drain = |node: &str| {
-        let words = ["drain", node, "--ignore-daemonsets", "--force", "--timeout=60s"];
+        let words = [
+            "drain",
+            node,
+            "--ignore-daemonsets",
+            "--force",
+            "--timeout=60s",
+        ];
         cluster.kubectl(&[&words[..], &["--delete-emptydir-data"]].concat())
     };
     let uncordon = |node: &str| cluster.kubectl(&["uncordon", node]);

@@ -135,7 +135,8 @@ impl Web {
                 "template": {"metadata": {"labels": {"app": "web"}}, "spec": self.pod()},
             },
         });
-        let list = json!({"apiVersion": "v1", "kind": "List", "items": [Self::service(), deployment]});
+        let list =
+            json!({"apiVersion": "v1", "kind": "List", "items": [Self::service(), deployment]});
         cluster.apply(&list.to_string())
     }
 }
@@ -177,7 +178,8 @@ pub fn serving_node(cluster: &Cluster) -> Result<&ClusterNode> {
 pub fn to_maps(node: &ClusterNode) -> Result<(f64, f64)> {
     let metric = |part: &str| {
         let name = format!("ironlb_kubernetes_event_to_maps_seconds_{part}");
-        node.metric(&name)?.with_context(|| format!("no metric {name}"))
+        node.metric(&name)?
+            .with_context(|| format!("no metric {name}"))
     };
     Ok((metric("sum")?, metric("count")?))
 }
@@ -221,8 +223,15 @@ pub fn external(cluster: &Cluster, service: &str, namespace: &str) -> Result<Opt
 pub fn event(cluster: &Cluster, service: &str, namespace: &str, reason: &str) -> Result<String> {
     let mut note = None;
     wait_until(&format!("an Event tells {reason}"), PATIENCE, || {
-        let selector = format!("involvedObject.kind=Service,involvedObject.name={service},reason={reason}");
-        let words = ["events", "--namespace", namespace, "--field-selector", &selector];
+        let selector =
+            format!("involvedObject.kind=Service,involvedObject.name={service},reason={reason}");
+        let words = [
+            "events",
+            "--namespace",
+            namespace,
+            "--field-selector",
+            &selector,
+        ];
         let events = cluster.get(&words)?;
         note = events
             .pointer("/items/0/message")

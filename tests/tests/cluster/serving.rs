@@ -15,10 +15,7 @@ pub const SCENARIOS: &[Scenario] = &[
         "a_service_shows_its_vip_and_answers_there",
         a_service_shows_its_vip_and_answers_there,
     ),
-    (
-        "a_tenant_cannot_take_the_vip",
-        a_tenant_cannot_take_the_vip,
-    ),
+    ("a_tenant_cannot_take_the_vip", a_tenant_cannot_take_the_vip),
 ];
 
 fn a_service_shows_its_vip_and_answers_there(cluster: &mut Cluster) -> Result<()> {
@@ -90,5 +87,7 @@ fn a_tenant_cannot_take_the_vip(cluster: &mut Cluster) -> Result<()> {
         pods.iter().any(|pod| answer.contains(&pod.name)),
         "{NAMESPACE}'s Service answers {answer}"
     );
-    cluster.kubectl(&["delete", "namespace", TENANT, "--wait=false"]).map(drop)
+    cluster
+        .kubectl(&["delete", "namespace", TENANT, "--wait=false"])
+        .map(drop)
 }
