@@ -20,8 +20,11 @@ fn main() -> Result<()> {
              `rustup toolchain install nightly --component rust-src`, or name one in IRONLB_BPF_TOOLCHAIN"
         ),
     };
-    // SAFETY: a build script's main thread, before any other thread exists.
-    unsafe { std::env::set_var("RUSTC_BOOTSTRAP", "1") };
+    // Its progress would come out as warnings of this package; its errors still do.
+    for (name, value) in [("RUSTC_BOOTSTRAP", "1"), ("CARGO_TERM_QUIET", "true")] {
+        // SAFETY: a build script's main thread, before any other thread exists.
+        unsafe { std::env::set_var(name, value) };
+    }
     aya_build::build_ebpf(
         [Package {
             name: "lb-ebpf",

@@ -19,11 +19,11 @@ use crate::dataplane::{
     self, Applied, AttachReport, AttachedMode, Attachment, Dataplane, DataplaneError, GONE_AFTER,
 };
 use crate::desired::DesiredState;
-use crate::health::Checks;
+use crate::health::{Change, Checks};
 use crate::http::{self, LogFilter};
 use crate::kubernetes::{self, SourceError};
 use crate::observed::Observed;
-use crate::plan;
+use crate::plan::{self, Warning, brief};
 use crate::source::{Prepared, Source};
 use crate::tables::TableSet;
 
@@ -31,6 +31,9 @@ use crate::tables::TableSet;
 const ROUND: Duration = Duration::from_secs(2);
 /// How soon to come back to backends that should have been ended and are not yet.
 const GONE_AGAIN: Duration = Duration::from_millis(200);
+
+/// What the log says of a signal during the start.
+const ENDED_EARLY: &str = "ended before there was anything to serve";
 
 /// How the agent runs.
 #[derive(Clone)]
@@ -100,7 +103,13 @@ pub fn run(options: Options) -> Result<(), AgentError> {
             }
         };
         let path = options.config.display().to_string();
-        let prepared = Prepared::read(options.config, kubernetes)?;
+        let prepared = tokio::select! {
+            prepared = Prepared::read(options.config, kubernetes) => prepared?,
+            () = signals.end() => {
+                info!("{ENDED_EARLY}");
+                return Ok(());
+            }
+        };
         info!("{path} is good; loading the programs");
         let first = matches!(
             Reader::open(&options.dataplane.bpffs),
@@ -114,7 +123,7 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         let (mut source, state) = tokio::select! {
             started = prepared.start() => started,
             () = signals.end() => {
-                info!("ended before there was anything to serve");
+                info!("{ENDED_EARLY}");
                 return Ok(());
             }
         };
@@ -186,12 +195,12 @@ struct Agent {
     gone_due: Option<Instant>,
     /// VIPs that no uplink carries.
     idle: Vec<IpAddr>,
-    warnings: Told,
-    uplink_notes: Told,
-    table_notes: Told,
-    attach_failure: Told,
-    apply_failure: Told,
-    gone_failure: Told,
+    warnings: Told<Warning>,
+    uplink_notes: Told<String>,
+    table_notes: Told<String>,
+    attach_failure: Told<String>,
+    apply_failure: Told<String>,
+    gone_failure: Told<String>,
     serving: String,
 }
 
@@ -247,19 +256,16 @@ impl Agent {
                 _ = hangup.recv() => {
                     info!("SIGHUP: reading {} again", source.path().display());
                     source.forget();
-                    self.reload(source);
                 }
                 () = source.changed() => self.reload(source),
-                change = self.checks.changed() => {
-                    self.observed.measured.health_changes.inc();
-                    match change.failure {
-                        None => info!("{change}"),
-                        Some(_) => warn!("{change}"),
-                    }
+                changes = self.checks.changed() => {
+                    self.observed.measured.health_changes.inc_by(changes.len() as u64);
+                    tell_health(&changes);
                     self.plan();
                 }
                 () = due(self.gone_due) => self.end_gone(),
                 _ = round.tick() => {
+                    source.look();
                     self.reload(source);
                     self.keep_attached();
                 }
@@ -287,7 +293,9 @@ impl Agent {
                 self.keep_attached();
             }
             Err(problems) => {
-                for line in problems.to_string().lines() {
+                let problems = problems.to_string();
+                let problems: Vec<_> = problems.lines().collect();
+                for line in brief(&problems) {
                     error!("{line}");
                 }
                 let path = source.path().display();
@@ -300,7 +308,9 @@ impl Agent {
         let started = Clock::now();
         let (tables, warnings) = plan::plan(&self.state, self.checks.health());
         let took = started.elapsed();
-        self.warnings.tell(warnings.iter().map(ToString::to_string));
+        for warning in plan::sentences(&self.warnings.replace(warnings.iter().cloned())) {
+            warn!("{warning}");
+        }
         if tables != *self.tables {
             self.tables = Arc::new(tables);
             self.in_step = false;
@@ -425,13 +435,31 @@ impl Agent {
     }
 }
 
-/// Warnings that are told when they come up, not as long as they last.
-#[derive(Default)]
-struct Told {
-    present: BTreeSet<String>,
+/// Tells what the checks found: those that fail first, not more than a few one by one.
+fn tell_health(changes: &[Change]) {
+    let (failing, answering): (Vec<_>, Vec<_>) = changes.iter().partition(|c| c.failure.is_some());
+    for line in brief(&failing) {
+        warn!("{line}");
+    }
+    for line in brief(&answering) {
+        info!("{line}");
+    }
 }
 
-impl Told {
+/// Warnings that are told when they come up, not as long as they last.
+struct Told<T> {
+    present: BTreeSet<T>,
+}
+
+impl<T> Default for Told<T> {
+    fn default() -> Self {
+        Self {
+            present: BTreeSet::new(),
+        }
+    }
+}
+
+impl Told<String> {
     fn tell(&mut self, messages: impl IntoIterator<Item = String>) {
         for message in self.replace(messages) {
             warn!("{message}");
@@ -443,9 +471,11 @@ impl Told {
             error!("{message}");
         }
     }
+}
 
-    /// Takes what holds now and returns what is new in it.
-    fn replace(&mut self, messages: impl IntoIterator<Item = String>) -> Vec<String> {
+impl<T: Ord + Clone> Told<T> {
+    /// Takes what holds now and returns what is new in it, sorted.
+    fn replace(&mut self, messages: impl IntoIterator<Item = T>) -> Vec<T> {
         let messages: BTreeSet<_> = messages.into_iter().collect();
         let new = messages.difference(&self.present).cloned().collect();
         self.present = messages;
@@ -467,7 +497,7 @@ mod tests {
     #[test]
     fn a_warning_is_told_once_until_it_has_passed() {
         let mut told = Told::default();
-        let tell = |told: &mut Told, messages: &[&str]| {
+        let tell = |told: &mut Told<String>, messages: &[&str]| {
             told.replace(messages.iter().map(ToString::to_string))
         };
         assert_eq!(tell(&mut told, &["a", "b"]), ["a", "b"]);

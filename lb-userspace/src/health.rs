@@ -137,23 +137,36 @@ impl Checks {
         }
     }
 
-    /// Waits for the next change, which [`Self::health`] then knows. Safe to cancel.
-    pub async fn changed(&mut self) -> Change {
-        loop {
-            let Some((number, change)) = self.receiver.recv().await else {
+    /// Waits for changes, which [`Self::health`] then knows: all that are there, at least one, so that a
+    /// service that dies as a whole is one turn of work. Safe to cancel.
+    pub async fn changed(&mut self) -> Vec<Change> {
+        let mut changes = Vec::new();
+        while changes.is_empty() {
+            let Some(mut next) = self.receiver.recv().await else {
                 unreachable!("a sender is in self");
             };
-            let backend = Backend {
-                service: change.service.clone(),
-                address: change.address,
-            };
-            // A check that has been stopped may have left a message behind.
-            let current = self.running.get(&backend).map(|running| running.number);
-            let up = change.failure.is_none();
-            if current == Some(number) && self.health.set(&change.service, change.address, up) {
-                return change;
+            loop {
+                changes.extend(self.note(next));
+                match self.receiver.try_recv() {
+                    Ok(message) => next = message,
+                    Err(_) => break,
+                }
             }
         }
+        changes
+    }
+
+    /// Takes a check's message in; `None` where it changes nothing.
+    fn note(&mut self, (number, change): (u64, Change)) -> Option<Change> {
+        let backend = Backend {
+            service: change.service.clone(),
+            address: change.address,
+        };
+        // A check that has been stopped may have left a message behind.
+        let current = self.running.get(&backend).map(|running| running.number);
+        let up = change.failure.is_none();
+        (current == Some(number) && self.health.set(&change.service, change.address, up))
+            .then_some(change)
     }
 }
 

@@ -3,8 +3,10 @@
 //! The order of lists means nothing: equal sets give equal tables. Where something does not fit or
 //! clashes, only that loses, in an order that depends on names and numbers alone, with a [`Warning`].
 
+use std::cmp::Ordering;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
+use std::mem::discriminant;
 use std::net::IpAddr;
 
 use lb_common::choice::name_hash;
@@ -125,9 +127,27 @@ pub enum Warning {
     },
 }
 
+/// Lines of a kind that are told one by one.
+const TOLD: usize = 10;
+
+/// Sorted warnings for people: a sentence each, but of each kind only the first few, and how many more.
+pub fn sentences(warnings: &[Warning]) -> Vec<String> {
+    let same_kind = |a: &Warning, b: &Warning| discriminant(a) == discriminant(b);
+    let kinds = warnings.chunk_by(same_kind);
+    kinds.flat_map(brief).collect()
+}
+
+/// The first few of a list as lines, and how many more like it.
+pub(crate) fn brief(list: &[impl ToString]) -> Vec<String> {
+    let more = list.len().saturating_sub(TOLD);
+    let first = list.iter().take(TOLD).map(ToString::to_string);
+    let rest = (more > 0).then(|| format!("and {more} more like it"));
+    first.chain(rest).collect()
+}
+
 /// The tables for a desired state, and what of it they do not hold, sorted.
 ///
-/// - A shared port lists the service's backends sorted by instance; those that are not ready stay
+/// - A shared port lists the service's backends in the [`natural`] order of instances; those that are not ready stay
 ///   (their flows go on) without being eligible. Where nobody is ready those that drain are eligible.
 ///   With none eligible the port refuses.
 /// - An instance port exists for every slot that a backend has, and leads to that instance alone: to one
@@ -188,7 +208,7 @@ impl Planner {
             return;
         }
         let mut backends: Vec<_> = backends.iter().collect();
-        backends.sort_unstable();
+        backends.sort_unstable_by(|a, b| natural(&a.instance, &b.instance).then_with(|| a.cmp(b)));
         let unused = backends.split_off(backends.len().min(MAX_BACKENDS_PER_PORT));
         self.warnings
             .extend(unused.iter().map(|backend| Warning::BackendUnused {
@@ -313,6 +333,23 @@ impl Planner {
             fits
         });
     }
+}
+
+/// The order of people: `ironic-2` comes before `ironic-10`, so of too many the one that was added last
+/// loses, not one that serves.
+pub fn natural(a: &str, b: &str) -> Ordering {
+    /// Runs of digits, as numbers, come before runs of anything else.
+    fn parts(text: &str) -> impl Iterator<Item = (bool, usize, &[u8])> {
+        let same_kind = |a: &u8, b: &u8| a.is_ascii_digit() == b.is_ascii_digit();
+        text.as_bytes().chunk_by(same_kind).map(|part| {
+            if !part[0].is_ascii_digit() {
+                return (true, 0, part);
+            }
+            let zeros = part.iter().take_while(|digit| **digit == b'0').count();
+            (false, part.len() - zeros, &part[zeros..])
+        })
+    }
+    parts(a).cmp(parts(b)).then_with(|| a.cmp(b))
 }
 
 /// The backends that have the port, in their order, with those eligible that are to get new flows.

@@ -26,17 +26,17 @@ pub enum Prepared {
 
 impl Prepared {
     /// Reads the file.
-    pub fn read(
+    pub async fn read(
         file: PathBuf,
         kubernetes: Option<kubernetes::Options>,
     ) -> Result<Self, ConfigError> {
         match kubernetes {
             None => {
-                let (file, state) = FileSource::open(file, parse)?;
+                let (file, state) = FileSource::open(file, parse).await?;
                 Ok(Self::File(file, state))
             }
             Some(options) => {
-                let (file, config) = FileSource::open(file, parse_cluster)?;
+                let (file, config) = FileSource::open(file, parse_cluster).await?;
                 Ok(Self::Kubernetes(file, config, Box::new(options)))
             }
         }
@@ -102,7 +102,15 @@ impl Source {
         }
     }
 
-    /// Makes the next [`Self::news`] read the file whether it has changed or not.
+    /// Has the file read again; if it says something else, [`Self::changed`] tells.
+    pub fn look(&mut self) {
+        match self {
+            Self::File(file) => file.look(),
+            Self::Kubernetes(kubernetes) => kubernetes.file_mut().look(),
+        }
+    }
+
+    /// Has the file read again; whatever it says then is news.
     pub fn forget(&mut self) {
         match self {
             Self::File(file) => file.forget(),

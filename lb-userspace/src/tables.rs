@@ -38,7 +38,7 @@ pub struct PortRow {
     pub seed: u64,
     /// All flows of a client to one backend.
     pub client_affinity: bool,
-    /// Pods, sorted by instance, at most [`lb_common::MAX_BACKENDS_PER_PORT`]; those that take no new flows included.
+    /// Pods in the [`natural`](crate::plan::natural) order of instances, at most [`lb_common::MAX_BACKENDS_PER_PORT`]; those that take no new flows included.
     pub backends: Vec<BackendRow>,
 }
 

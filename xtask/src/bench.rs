@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context as _, Result};
 
+use crate::image::{self, Arch};
 use crate::laboratory;
 
 /// Options of `cargo xtask bench`.
@@ -15,14 +16,26 @@ pub struct Options {
     /// Fewer rounds: minutes instead of a quarter of an hour, and wider intervals.
     #[arg(long)]
     quick: bool,
+    /// Instead: how soon the maps follow Kubernetes, on a real cluster of two nodes.
+    #[arg(long)]
+    cluster: bool,
 }
 
 /// Runs the bench, which is a binary of the laboratory's crate.
 ///
 /// # Errors
 /// When it cannot measure; figures that miss their goal are no error.
-pub fn run(Options { json, quick }: Options) -> Result<()> {
+pub fn run(options: Options) -> Result<()> {
+    let Options {
+        json,
+        quick,
+        cluster,
+    } = options;
     let mut arguments = Vec::new();
+    if cluster {
+        let image = image::build(Arch::own()?)?;
+        arguments.extend(["--cluster".to_owned(), image.display().to_string()]);
+    }
     if let Some(file) = json {
         let file =
             std::path::absolute(&file).with_context(|| format!("resolve {}", file.display()))?;

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -13,8 +13,12 @@ use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid,
 };
 
-/// Whether the user has asked us to stop.
-static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+/// How often the user has asked us to stop.
+static INTERRUPTS: AtomicU32 = AtomicU32::new(0);
+/// Whether what an interrupt leads to is being done.
+static CLEANING_UP: AtomicBool = AtomicBool::new(false);
+/// So many interrupts end even that.
+const ABORT: u32 = 3;
 /// The child that is told about it.
 static CHILD: Mutex<Option<(Pid, Interrupt)>> = Mutex::new(None);
 
@@ -33,7 +37,14 @@ pub enum Interrupt {
 /// When the signal handler cannot be installed.
 pub fn handle_interrupts() -> Result<()> {
     ctrlc::set_handler(|| {
-        INTERRUPTED.store(true, Ordering::SeqCst);
+        let count = INTERRUPTS.fetch_add(1, Ordering::SeqCst) + 1;
+        if CLEANING_UP.load(Ordering::SeqCst) {
+            if count >= ABORT {
+                eprintln!("aborted: something may be left behind, which the next run removes");
+                std::process::exit(130);
+            }
+            eprintln!("still cleaning up…");
+        }
         if let Some(child) = child_slot().as_ref() {
             interrupt(child);
         }
@@ -43,7 +54,22 @@ pub fn handle_interrupts() -> Result<()> {
 
 /// Whether the user has asked us to stop.
 pub fn interrupted() -> bool {
-    INTERRUPTED.load(Ordering::SeqCst)
+    INTERRUPTS.load(Ordering::SeqCst) > 0
+}
+
+/// Runs a command that cleans up to its end, which the terminal's Ctrl-C does not reach; a third
+/// interrupt ends xtask.
+///
+/// # Errors
+/// Those of [`output`].
+pub fn clean_up(command: &mut Command) -> Result<()> {
+    if interrupted() {
+        eprintln!("cleaning up…");
+    }
+    CLEANING_UP.store(true, Ordering::SeqCst);
+    let done = output(command.process_group(0)).map(drop);
+    CLEANING_UP.store(false, Ordering::SeqCst);
+    done
 }
 
 fn child_slot() -> MutexGuard<'static, Option<(Pid, Interrupt)>> {

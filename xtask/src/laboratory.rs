@@ -5,7 +5,7 @@
 
 use anyhow::{Result, bail};
 
-use crate::exec::{Interrupt, Supervised, command, exec, stage, target_directory};
+use crate::exec::{Interrupt, Supervised, clean_up, command, exec, stage, target_directory};
 use crate::setup;
 
 /// Sets the machine up, builds everything, and runs a binary with arguments to its end.
@@ -48,6 +48,5 @@ pub fn run(binary: &str, arguments: &[String]) -> Result<()> {
 /// # Errors
 /// When something of them stays; the message says what.
 pub fn sweep() -> Result<()> {
-    // Not supervised: it is what an interrupt leads to.
-    crate::exec::output(command(target_directory()?.join("demo")).arg("--sweep")).map(drop)
+    clean_up(command(target_directory()?.join("demo")).arg("--sweep"))
 }

@@ -1,10 +1,12 @@
 //! `cargo xtask load`: from the source to a loaded data plane on a real interface in one step.
 
 use std::fs;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
+use ipnet::IpNet;
 use serde_json::{Map, Value, json};
 
 use crate::exec::{
@@ -51,30 +53,40 @@ pub fn run(options: Options) -> Result<()> {
         std::path::absolute(&config).with_context(|| format!("resolve {}", config.display()))?;
     let text = fs::read_to_string(&config).with_context(|| format!("read {}", config.display()))?;
     setup::ensure()?;
-    output(command("ip").args(["link", "show", "dev", &interface]))
+    let link = addresses(&interface)
         .with_context(|| format!("there is no interface {interface} here; `ip link` lists them"))?;
+    ensure!(
+        !is_loopback(&link),
+        "{interface} is the loopback, which cannot be an uplink: name the interface on the provisioning network"
+    );
     stage("build ironlb", "a minute or two at first", || {
         exec(command("cargo").args(["build", "--package", "lb-userspace"]))
     })?;
     let ironlb = target_directory()?.join("ironlb");
     // Says what is wrong with its place in the file, which the copy below no longer has.
     exec(command(&ironlb).arg("check").arg(&config))?;
-    let config = for_interface(&config, &text, &interface, mode.as_deref())?;
+    let value: Value = serde_saphyr::from_str(&text)
+        .with_context(|| format!("read {} as YAML", config.display()))?;
+    on_link(&interface, link, &value)?;
+    let config = for_interface(&config, value, &interface, mode.as_deref())?;
 
     let mut agent = Supervised::start(
-        command(&ironlb).arg("agent").arg("--config").arg(&config),
+        command(&ironlb)
+            .arg("agent")
+            .arg("--config")
+            .arg(config.path()),
         Interrupt::Terminate,
     )?;
     let report = wait_until_it_serves(&ironlb, &mut agent).and_then(|report| {
         println!("\n{report}");
-        look_inside(&ironlb, &interface)
+        look_inside(&ironlb)
     });
     if report.is_err() || once {
         agent.stop();
     } else {
         println!(
             "The agent runs in the foreground and follows changes of {}. Ctrl-C stops it;",
-            config.display()
+            config.path().display()
         );
         println!("the data plane stays loaded then and goes on serving.\n");
     }
@@ -94,18 +106,94 @@ pub fn run(options: Options) -> Result<()> {
     Ok(())
 }
 
-/// The configuration to run: the user's own when its only uplink is `interface` by name already, else a copy that
-/// has just this uplink.
+/// What `ip` knows of an interface and its addresses.
+fn addresses(interface: &str) -> Result<Value> {
+    let said = output(command("ip").args(["-json", "address", "show", "dev", interface]))?;
+    let mut said: Value = serde_json::from_str(&said).context("read the JSON of `ip address`")?;
+    Ok(said[0].take())
+}
+
+fn is_loopback(link: &Value) -> bool {
+    let flags = link["flags"].as_array();
+    flags.is_some_and(|flags| flags.iter().any(|flag| flag == "LOOPBACK"))
+}
+
+/// Refuses an interface that has no address in the subnet of any VIP: the agent would wait there for ever.
+fn on_link(interface: &str, link: Value, config: &Value) -> Result<()> {
+    // The port of a bridge has the addresses of the bridge.
+    let master = link["master"].as_str().map(addresses).transpose()?;
+    let vips = vips(config);
+    let links: Vec<_> = [Some(link), master].into_iter().flatten().collect();
+    ensure!(
+        vips.iter()
+            .any(|vip| links.iter().any(|link| is_on_link(link, *vip))),
+        "{interface} has no address in the subnet of a VIP of the configuration ({}), so nothing of it can be served there: \
+         give it one (`ip address add ADDRESS/LENGTH dev {interface}`), or name another interface",
+        match &vips[..] {
+            [] => "it has none".to_owned(),
+            vips => vips
+                .iter()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+                .join(", "),
+        }
+    );
+    Ok(())
+}
+
+fn vips(config: &Value) -> Vec<IpAddr> {
+    let vips = config["vips"].as_array().into_iter().flatten();
+    vips.filter_map(|vip| vip["address"].as_str()?.parse().ok())
+        .collect()
+}
+
+fn is_on_link(link: &Value, vip: IpAddr) -> bool {
+    let addresses = link["addr_info"].as_array().into_iter().flatten();
+    let subnet = |address: &Value| {
+        let length = address["prefixlen"].as_u64()?.try_into().ok()?;
+        IpNet::new(address["local"].as_str()?.parse().ok()?, length).ok()
+    };
+    addresses
+        .filter_map(subnet)
+        .any(|subnet| subnet.contains(&vip))
+}
+
+/// The configuration to run.
+enum Config {
+    /// The user's own.
+    Own(PathBuf),
+    /// A copy, which goes with the value.
+    Copy(PathBuf),
+}
+
+impl Config {
+    fn path(&self) -> &Path {
+        match self {
+            Self::Own(path) | Self::Copy(path) => path,
+        }
+    }
+}
+
+impl Drop for Config {
+    fn drop(&mut self) {
+        if let Self::Copy(copy) = self
+            && let Err(error) = fs::remove_file(&copy)
+        {
+            eprintln!("cannot remove {}: {error}", copy.display());
+        }
+    }
+}
+
+/// The user's own configuration when its only uplink is `interface` by name already, else a copy that has just
+/// this uplink.
 fn for_interface(
     config: &Path,
-    text: &str,
+    mut value: Value,
     interface: &str,
     mode: Option<&str>,
-) -> Result<PathBuf> {
-    let mut value: Value = serde_saphyr::from_str(text)
-        .with_context(|| format!("read {} as YAML", config.display()))?;
+) -> Result<Config> {
     if !narrow(&mut value, interface, mode)? {
-        return Ok(config.to_owned());
+        return Ok(Config::Own(config.to_owned()));
     }
     let directory = Path::new("/run/ironlb");
     fs::create_dir_all(directory).with_context(|| format!("create {}", directory.display()))?;
@@ -119,7 +207,7 @@ fn for_interface(
         interface,
         copy.display()
     );
-    Ok(copy)
+    Ok(Config::Copy(copy))
 }
 
 /// Makes `interface` the one uplink of a configuration, attached in `mode` if one is given. Tells whether that
@@ -196,7 +284,7 @@ fn serves(status: &Value, pid: u32) -> bool {
 }
 
 /// Says how to look into what is loaded now.
-fn look_inside(ironlb: &Path, interface: &str) -> Result<()> {
+fn look_inside(ironlb: &Path) -> Result<()> {
     let pins = fs::read_dir(PINS)
         .with_context(|| format!("list {PINS}"))?
         .filter_map(|entry| Some(entry.ok()?.path()))
@@ -205,8 +293,8 @@ fn look_inside(ironlb: &Path, interface: &str) -> Result<()> {
     let (ironlb, pins) = (ironlb.display(), pins.display());
     println!(
         "Look inside:
-    bpftool net show dev {interface}       what is attached (TCX from bpftool 7.3 on)
-    bpftool prog show name ironlb_egress          a program, its size and its maps
+    for link in {pins}/links/*; do bpftool link show pinned $link; done    what is attached, by program
+    bpftool prog show name ironlb_egress    a program, its size and its maps
     bpftool map dump pinned {pins}/services    VIP ports and their backends
     bpftool map dump pinned {pins}/verdicts    packets by verdict, per CPU
     {ironlb} services
@@ -243,6 +331,34 @@ mod tests {
         let mut config = json!({"uplinks": [{"name": "eth0"}, {"name": "eth1"}]});
         assert!(narrow(&mut config, "eth1", None).expect("named"));
         assert_eq!(config["uplinks"], json!([{"name": "eth1"}]));
+    }
+
+    #[test]
+    fn an_interface_serves_where_it_has_an_address_in_a_vips_subnet() {
+        let config = json!({"vips": [{"address": "172.22.0.2"}, {"address": "10.0.0.2"}]});
+        let link = |address: &str, length: u8| json!({"addr_info": [{"local": address, "prefixlen": length}]});
+        let serves = |link: Value| on_link("eth1", link, &config);
+        assert!(serves(link("10.0.0.9", 24)).is_ok());
+        for link in [link("172.22.1.9", 24), link("fe80::1", 64), json!({})] {
+            let error = serves(link).expect_err("not there").to_string();
+            assert!(
+                error.starts_with(
+                    "eth1 has no address in the subnet of a VIP of the configuration (172.22.0.2, 10.0.0.2), \
+                     so nothing of it can be served there: "
+                ),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_copy_of_the_configuration_goes_when_it_is_not_used_any_more() {
+        let copy = std::env::temp_dir().join(format!("ironlb-load-test-{}", std::process::id()));
+        fs::write(&copy, "{}").expect("write");
+        drop(Config::Own(copy.clone()));
+        assert!(copy.exists());
+        drop(Config::Copy(copy.clone()));
+        assert!(!copy.exists());
     }
 
     #[test]

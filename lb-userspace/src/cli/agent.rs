@@ -126,7 +126,7 @@ impl<S> LogFilter for Reloadable<S> {
     }
 
     fn set(&self, filter: &str) -> Result<(), String> {
-        let new = parse_filter(filter).map_err(|error| format!("{error:#}"))?;
+        let new = parse_filter(filter).map_err(|error| super::in_full(&error))?;
         self.handle.reload(new).map_err(|error| error.to_string())
     }
 }

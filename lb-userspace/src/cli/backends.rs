@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use super::{Output, OutputArgument, bytes, count, emit, emit_json, table};
+use super::{Output, OutputArgument, bytes, count, emit, emit_json, table, unknown};
 use crate::dataplane::read::{BackendView, Reader};
 
 /// Show the pods behind every VIP port, whether they take new flows, and their traffic.
@@ -11,7 +11,7 @@ use crate::dataplane::read::{BackendView, Reader};
 /// Reads the pinned maps alone, so it works with the agent dead.
 #[derive(clap::Args)]
 #[command(after_help = "\
-Exit codes: 0 success, 1 error, 3 nothing is loaded at that root.
+Exit codes: 0 success, 1 error or no such instance, 3 nothing is loaded at that root.
 
 A backend that is not ready keeps its flows; new ones go elsewhere.
 
@@ -30,13 +30,16 @@ pub(super) struct Arguments {
 pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCode> {
     let Arguments { instance, output } = arguments;
     let mut backends = Reader::open(bpffs)?.backends()?;
-    backends.retain(|backend| {
-        instance
-            .as_ref()
-            .is_none_or(|instance| *instance == backend.instance)
-    });
+    let mut missing = None;
+    if let Some(instance) = instance {
+        let all = backends.iter().map(|backend| backend.instance.clone());
+        missing = Some(unknown("instance", instance, all));
+        backends.retain(|backend| *instance == backend.instance);
+    }
+    let missing = missing.filter(|_| backends.is_empty());
     match output.output {
         Output::Json => emit_json(&backends)?,
+        Output::Table if missing.is_some() => {}
         Output::Table => emit(&table(
             &[
                 "INSTANCE", "POD", "STATE", "VIP", "SERVICE", "PORT", "FLOWS", "IN", "OUT",
@@ -44,7 +47,7 @@ pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCod
             backends.iter().map(row),
         ))?,
     }
-    Ok(ExitCode::SUCCESS)
+    missing.map_or(Ok(ExitCode::SUCCESS), Err)
 }
 
 fn row(backend: &BackendView) -> [String; 9] {

@@ -35,6 +35,7 @@ pub(super) struct Arguments {
 struct Report {
     valid: bool,
     problems: Vec<Problem>,
+    /// Every one.
     warnings: Vec<String>,
     uplinks: usize,
     vips: usize,
@@ -54,9 +55,11 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         false => config::load(file),
         true => config::load_cluster(file).map(|config| config.state),
     };
+    let mut brief = Vec::new();
     let (report, error) = match state {
         Ok(state) => {
             let (tables, warnings) = plan::plan(&state, &Health::default());
+            brief = plan::sentences(&warnings);
             let instance_ports = tables.ports.values().filter(|row| row.slot.is_some());
             let instance_ports = instance_ports.count();
             let report = Report {
@@ -85,7 +88,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         (Output::Json, _) => emit_json(&report)?,
         (Output::Table, Some(error)) => eprintln!("{error}"),
         (Output::Table, None) => {
-            for warning in &report.warnings {
+            for warning in brief {
                 eprintln!("{}: warning: {warning}", file.display());
             }
             emit(&format!(

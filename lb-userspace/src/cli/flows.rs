@@ -3,23 +3,26 @@
 use std::net::IpAddr;
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::ValueEnum;
 
-use super::{Output, OutputArgument, ago, bytes, emit, emit_json, table};
-use crate::dataplane::read::{FlowFilter, FlowState, FlowView, Reader};
+use super::{Output, OutputArgument, ago, bytes, emit, emit_json, table, unknown};
+use crate::dataplane::read::{BackendView, FlowFilter, FlowState, FlowView, Reader};
 
+/// How long a closing entry guards its port: that of the programs (`CLOSING_GUARD` in lb-ebpf).
+const CLOSING_GUARD: Duration = Duration::from_secs(60);
 /// Rows of a table unless somebody asks for more.
 const TABLE_LIMIT: usize = 100;
 
 /// Show the flows: who talks to which pod, since when, and how much.
 ///
 /// A flow is young until the pod has answered; living ones stay, idle or not, until they end; closing
-/// ones have ended and keep their port from being reused too early. Reads the pinned maps alone, so it
-/// works with the agent dead.
+/// ones have ended and keep their port from being reused for a minute. Reads the pinned maps alone, so
+/// it works with the agent dead.
 #[derive(clap::Args)]
 #[command(after_help = "\
-Exit codes: 0 success, 1 error, 3 nothing is loaded at that root.
+Exit codes: 0 success, 1 error or no such VIP, port or instance, 3 nothing is loaded at that root.
 
 Examples:
   ironlb flows --client 172.22.0.101
@@ -42,6 +45,9 @@ pub(super) struct Arguments {
     /// Only in this state.
     #[arg(long, value_enum)]
     state: Option<State>,
+    /// Closing ones whose minute is over, too: they stay in the table until somebody needs their place.
+    #[arg(long)]
+    all: bool,
     /// So many at most, 0 for all [default: 100 in a table, all in JSON].
     #[arg(long, value_name = "N")]
     limit: Option<usize>,
@@ -64,14 +70,16 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
         port,
         instance,
         state,
+        all: with_expired,
         limit,
         output: OutputArgument { output },
     } = arguments;
-    let mut flows = Reader::open(bpffs)?.flows(&FlowFilter {
+    let reader = Reader::open(bpffs)?;
+    let mut flows = reader.flows(&FlowFilter {
         client,
         vip,
         vip_port: port,
-        backend: instance,
+        backend: instance.clone(),
         state: state.map(|state| match state {
             State::Living => FlowState::Living,
             State::Young => FlowState::Young,
@@ -79,6 +87,11 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
             State::Refused => FlowState::Refused,
         }),
     })?;
+    let missing = match flows.is_empty() {
+        true => missing(&reader, vip, port, instance)?,
+        false => None,
+    };
+    flows.retain(|flow| with_expired || !is_expired(flow));
     let all = flows.len();
     match limit {
         Some(0) => {}
@@ -88,6 +101,7 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
     }
     match output {
         Output::Json => emit_json(&flows)?,
+        Output::Table if missing.is_some() => {}
         Output::Table => {
             emit(&table(
                 &[
@@ -101,7 +115,45 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
             }
         }
     }
-    Ok(ExitCode::SUCCESS)
+    missing.map_or(Ok(ExitCode::SUCCESS), Err)
+}
+
+/// What a filter asks for that does not exist.
+fn missing(
+    reader: &Reader,
+    vip: Option<IpAddr>,
+    port: Option<u16>,
+    instance: Option<String>,
+) -> anyhow::Result<Option<anyhow::Error>> {
+    if let Some(asked) = vip {
+        let vips = reader.vips()?;
+        if !vips.iter().any(|vip| vip.address == asked) {
+            let vips = vips.iter().map(|vip| vip.address.to_string());
+            return Ok(Some(unknown("VIP", asked, vips)));
+        }
+    }
+    if let Some(asked) = port {
+        let ports = reader.ports()?;
+        let of_vip = || ports.iter().filter(|p| vip.is_none_or(|vip| vip == p.vip));
+        if !of_vip().any(|port| port.port == asked) {
+            let ports = of_vip().map(|port| port.port.to_string());
+            return Ok(Some(unknown("VIP port", asked, ports)));
+        }
+    }
+    if let Some(asked) = instance {
+        let backends = reader.backends()?;
+        let is_meant = |b: &BackendView| b.instance == asked || asked.parse() == Ok(b.address);
+        if !backends.iter().any(is_meant) {
+            let instances = backends.iter().map(|backend| backend.instance.clone());
+            return Ok(Some(unknown("instance", asked, instances)));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether a flow is only a leftover: it has ended, and guards nothing any more.
+pub(super) fn is_expired(flow: &FlowView) -> bool {
+    flow.state == FlowState::Closing && flow.idle_seconds >= CLOSING_GUARD.as_secs_f64()
 }
 
 fn row(flow: &FlowView) -> [String; 10] {

@@ -12,7 +12,7 @@ use anyhow::{Context as _, anyhow, bail};
 use clap::ValueEnum;
 use hyper::{Method, StatusCode};
 
-use super::{block_on, emit};
+use super::{block_on, emit, in_full};
 use crate::http::instances::InstanceAnswer;
 use crate::http::{PORT, SELF_PATH, client};
 use crate::interfaces;
@@ -176,7 +176,7 @@ async fn wait(
                 Err(Lack::Never(why)) => bail!("{why}"),
                 Err(Lack::NotYet(why)) => why,
             },
-            Err(error) => format!("{error:#}"),
+            Err(error) => in_full(&error),
         };
         let waited = started.elapsed();
         if waited >= patience {

@@ -12,21 +12,25 @@ mod services;
 mod status;
 mod unload;
 
+use std::fmt::Display;
 use std::io::{self, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
 use bytesize::ByteSize;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use comfy_table::Table;
 use comfy_table::presets::NOTHING;
 
 use crate::dataplane::{DEFAULT_BPFFS, DataplaneError};
+use crate::plan::natural;
 
 /// Exit code of a failure.
 const FAILED: u8 = 1;
+/// Exit code of arguments that mean nothing.
+const WRONG_USAGE: u8 = 2;
 /// Exit code where there is nothing to look at.
 const NOT_LOADED: u8 = 3;
 
@@ -88,6 +92,13 @@ struct OutputArgument {
 /// Parses the arguments, runs the verb, and tells how it went.
 pub fn main() -> ExitCode {
     let Cli { bpffs, command } = Cli::parse();
+    let bpffs = match std::path::absolute(&bpffs) {
+        Ok(bpffs) => bpffs,
+        Err(error) => {
+            eprintln!("ironlb: --bpffs {}: {error}", bpffs.display());
+            return ExitCode::from(WRONG_USAGE);
+        }
+    };
     let result = match command {
         Command::Agent(arguments) => agent::run(arguments, &bpffs),
         Command::Check(arguments) => check::run(&arguments),
@@ -102,13 +113,52 @@ pub fn main() -> ExitCode {
         Command::Completions(arguments) => completions::run(&arguments, &mut Cli::command()),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("ironlb: {error:#}");
+        eprintln!("ironlb: {}", in_full(&error));
         let code = match error.downcast_ref() {
             Some(DataplaneError::NotLoaded { .. }) => NOT_LOADED,
             _ => FAILED,
         };
         ExitCode::from(code)
     })
+}
+
+/// An error with its causes, each told once: the text of many a library's error, and of ours, already
+/// says what its cause says.
+fn in_full(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text.extend([": ", &cause]);
+        }
+    }
+    text
+}
+
+/// The error that a filter is for something that does not exist, with what there is.
+fn unknown(
+    what: &str,
+    asked: impl Display,
+    there_is: impl Iterator<Item = String>,
+) -> anyhow::Error {
+    let mut there_is: Vec<_> = there_is.collect();
+    there_is.sort_unstable_by(|a, b| natural(a, b));
+    there_is.dedup();
+    match &there_is[..] {
+        [] => anyhow!("no {what} is called `{asked}`: there is none at all"),
+        some => anyhow!(
+            "no {what} is called `{asked}`; there is {}",
+            some_of(some, 10)
+        ),
+    }
+}
+
+/// The first of a list, and how many more there are.
+fn some_of(list: &[String], limit: usize) -> String {
+    let first = list[..list.len().min(limit)].join(", ");
+    match list.len().saturating_sub(limit) {
+        0 => first,
+        more => format!("{first}, and {more} more"),
+    }
 }
 
 /// Runs a future on a runtime of its own, on this thread.
@@ -188,6 +238,40 @@ mod tests {
     #[test]
     fn the_command_line_is_sound() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_cause_is_told_once() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("cannot read the file: {source}")]
+        struct Twice {
+            source: io::Error,
+        }
+        let source = io::Error::other("no such file");
+        let error = anyhow::Error::new(Twice { source }).context("cannot start");
+        assert_eq!(
+            in_full(&error),
+            "cannot start: cannot read the file: no such file"
+        );
+        assert_eq!(in_full(&anyhow!("a").context("b")), "b: a");
+    }
+
+    #[test]
+    fn who_asks_for_what_there_is_not_is_told_what_there_is() {
+        let instances = || ["ironic-10", "ironic-2", "ironic-2"].map(str::to_owned);
+        assert_eq!(
+            unknown("instance", "ironic-3", instances().into_iter()).to_string(),
+            "no instance is called `ironic-3`; there is ironic-2, ironic-10"
+        );
+        let many = (6200..6232).map(|port| port.to_string());
+        assert_eq!(
+            unknown("VIP port", 0, many).to_string(),
+            "no VIP port is called `0`; there is 6200, 6201, 6202, 6203, 6204, 6205, 6206, 6207, 6208, 6209, and 22 more"
+        );
+        assert_eq!(
+            unknown("VIP", "172.22.0.2", std::iter::empty()).to_string(),
+            "no VIP is called `172.22.0.2`: there is none at all"
+        );
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use super::{Output, OutputArgument, bytes, count, emit, emit_json, or_dash, table};
+use super::{Output, OutputArgument, bytes, count, emit, emit_json, or_dash, some_of, table};
 use crate::dataplane::read::{PortView, Reader};
 
 /// Show the VIP ports, how many backends are behind them, and their traffic.
@@ -39,18 +39,14 @@ pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCod
 }
 
 fn row(port: &PortView) -> [String; 9] {
-    let mut instances: Vec<_> = port
+    let instances: Vec<_> = port
         .backends
         .iter()
-        .take(4)
         .map(|backend| match backend.eligible {
             true => backend.instance.clone(),
             false => format!("{} (not ready)", backend.instance),
         })
         .collect();
-    if let Some(more @ 1..) = port.backends.len().checked_sub(4) {
-        instances.push(format!("and {more} more"));
-    }
     [
         format!("{}:{}", port.vip, port.port),
         port.service.clone(),
@@ -62,7 +58,7 @@ fn row(port: &PortView) -> [String; 9] {
         },
         match &instances[..] {
             [] => "-".to_owned(),
-            some => some.join(", "),
+            some => some_of(some, 4),
         },
         count(port.traffic.flows),
         bytes(port.traffic.bytes_in),

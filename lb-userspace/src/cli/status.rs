@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use serde::Serialize;
 
+use super::flows::is_expired;
 use super::{Output, OutputArgument, ago, count, emit, emit_json, or_dash, table};
 use crate::dataplane::AttachedMode;
 use crate::dataplane::read::{
@@ -48,7 +49,8 @@ struct Flows {
 pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCode> {
     let reader = Reader::open(bpffs)?;
     let mut flows = Flows::default();
-    for flow in reader.flows(&FlowFilter::default())? {
+    let all = reader.flows(&FlowFilter::default())?;
+    for flow in all.iter().filter(|flow| !is_expired(flow)) {
         *match flow.state {
             FlowState::Living => &mut flows.living,
             FlowState::Young => &mut flows.young,

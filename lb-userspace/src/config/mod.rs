@@ -12,10 +12,13 @@ mod validate;
 pub(crate) use validate::parse_range;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
+use std::io::{self, Read as _};
 use std::net::IpAddr;
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::{fmt, fs};
 
+use rustix::fs::OFlags;
 use serde_path_to_error::Segment;
 use serde_saphyr::{Error, Location, MessageFormatter as _, Options, UserMessageFormatter};
 
@@ -23,17 +26,19 @@ use crate::desired::DesiredState;
 
 /// The format that this version reads.
 pub const API_VERSION: &str = "ironlb.dev/v1";
+/// Bytes of a file at most: the largest that can be served, with room for comments, is a third of it.
+pub const MAX_BYTES: u64 = 1 << 20;
 
 /// A configuration that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file could not be read.
-    #[error("cannot read {}: {error}", path.display())]
+    #[error("cannot read {}: {why}", path.display())]
     Read {
         /// The file.
         path: PathBuf,
         /// Why.
-        error: std::io::Error,
+        why: Unreadable,
     },
     /// The file says something that cannot be served.
     #[error("{}", Lines { file, problems })]
@@ -43,6 +48,32 @@ pub enum ConfigError {
         /// What is wrong, at least one, in the order of the file.
         problems: Vec<Problem>,
     },
+}
+
+/// Why a file cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unreadable {
+    /// The system refuses; in its words.
+    #[error("{0}")]
+    System(String),
+    /// Not a file, but this.
+    #[error("it is {0}; a configuration is a regular file")]
+    NotRegular(&'static str),
+    /// More than [`MAX_BYTES`].
+    #[error("it is larger than {} KiB; no configuration is", MAX_BYTES >> 10)]
+    TooLarge,
+    /// Not UTF-8.
+    #[error("it is not UTF-8 text")]
+    NotText,
+    /// There is no thread to read it with.
+    #[error("no thread could be started for it")]
+    NoThread,
+}
+
+impl From<io::Error> for Unreadable {
+    fn from(error: io::Error) -> Self {
+        Self::System(error.to_string())
+    }
 }
 
 /// One mistake in a file.
@@ -63,10 +94,29 @@ impl Problem {
         Self {
             line: at.line(),
             column: at.column(),
-            path: path.into(),
-            message: message.into(),
+            path: shown(&path.into()),
+            message: shown(&message.into()),
         }
     }
+}
+
+/// Whether a character is seen as what it is: no control or format character (which may turn the text's
+/// direction around), and no blank but a plain one.
+fn is_shown(c: char) -> bool {
+    // A combining mark is escaped unless it has something to combine with.
+    matches!(c, '\'' | '"' | '\\') || String::from_iter(['x', c]).escape_debug().count() == 2
+}
+
+/// A text with what is not shown escaped: it may come from the file, and goes to a terminal or log.
+fn shown(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        match is_shown(c) {
+            true => shown.push(c),
+            false => shown.extend(c.escape_debug()),
+        }
+    }
+    shown
 }
 
 impl fmt::Display for Problem {
@@ -150,20 +200,54 @@ impl Namespaces {
 
 /// Reads and checks a file.
 pub fn load(path: &Path) -> Result<DesiredState, ConfigError> {
-    parse(path, &read(path)?)
+    parse(path, &text(path)?)
 }
 
 /// Reads and checks a file that leaves the services to Kubernetes.
 pub fn load_cluster(path: &Path) -> Result<ClusterConfig, ConfigError> {
-    parse_cluster(path, &read(path)?)
+    parse_cluster(path, &text(path)?)
 }
 
-/// Reads a file's text, without a look at what it says.
-pub fn read(path: &Path) -> Result<String, ConfigError> {
-    std::fs::read_to_string(path).map_err(|error| ConfigError::Read {
+fn text(path: &Path) -> Result<String, ConfigError> {
+    read(path).map_err(|why| ConfigError::Read {
         path: path.to_owned(),
-        error,
+        why,
     })
+}
+
+/// Reads a file's text, without a look at what it says. Only of a file system that does not answer it
+/// waits.
+pub fn read(path: &Path) -> Result<String, Unreadable> {
+    regular(&fs::metadata(path)?)?;
+    // Whatever has taken the file's place since must not block either.
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    let file = fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(flags)
+        .open(path)?;
+    regular(&file.metadata()?)?;
+    let mut bytes = Vec::new();
+    file.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(Unreadable::TooLarge);
+    }
+    String::from_utf8(bytes).map_err(|_| Unreadable::NotText)
+}
+
+fn regular(metadata: &fs::Metadata) -> Result<(), Unreadable> {
+    let kind = metadata.file_type();
+    let what = if kind.is_file() {
+        return Ok(());
+    } else if kind.is_dir() {
+        "a directory"
+    } else if kind.is_fifo() {
+        "a pipe (FIFO)"
+    } else if kind.is_socket() {
+        "a socket"
+    } else {
+        "a device"
+    };
+    Err(Unreadable::NotRegular(what))
 }
 
 /// Checks a file's text; `file` is for the messages.
@@ -191,6 +275,18 @@ fn meaning<T>(
 }
 
 fn structure(text: &str) -> Result<schema::File, Problem> {
+    let is_blank = |line: &str| matches!(line.trim(), "" | "---") || line.trim().starts_with('#');
+    if text.lines().all(is_blank) {
+        return Err(Problem {
+            line: 1,
+            column: 1,
+            path: String::new(),
+            message: format!(
+                "the file is empty; it should hold `apiVersion: {API_VERSION}`, `uplinks`, `vips` and, \
+                 unless they come from Kubernetes, `services`"
+            ),
+        });
+    }
     let mut options = Options::default();
     // Lines and columns go into our own one-line messages.
     options.with_snippet = false;

@@ -1,28 +1,38 @@
-//! A file that is followed: what it says now, and a sign when it may say something else.
+//! A file that is followed: what it says now, and a sign when it says something else.
 //!
 //! The folder is watched, not the file: editors and `kubectl` replace files by renaming, and a mounted
-//! ConfigMap changes by swapping a symbolic link beside the file. Whoever uses this also asks from time
-//! to time, for what no watch of one folder can see (a link to another folder, a network file system).
+//! ConfigMap changes by swapping a symbolic link beside the file. Whoever uses this also has it looked at
+//! from time to time, for what no watch of one folder can see (a link to another folder, a network file
+//! system). A file is read on a thread of its own: one that hangs (NFS) must not hold up the agent.
 
-use std::io;
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::Duration;
 
 use notify::{EventKind, RecommendedWatcher, RecursiveMode, Watcher};
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
+use tokio::time::{Instant, sleep_until};
 use tracing::warn;
 
-use super::{ConfigError, read};
+use super::{ConfigError, Unreadable, read};
 
 /// Quiet time after a sign of change: a writer that does not rename needs a moment.
 const SETTLE: Duration = Duration::from_millis(100);
+/// How long reading may take before the log says so.
+const SLOW: Duration = Duration::from_secs(5);
 
 /// A file that may change, and what is read in it.
 pub struct FileSource<T> {
     path: PathBuf,
     parse: Parse<T>,
+    /// The reading that goes on; never more than one.
+    reading: Option<Elsewhere<Said>>,
+    /// It may have begun too early for what has changed since.
+    read_again: bool,
     /// What it said the last time.
-    last: Option<Seen>,
+    last: Option<Said>,
+    /// That has not been asked for yet.
+    is_news: bool,
     /// Signs of change, where they are to be had.
     watch: Option<Watch>,
     history: History,
@@ -42,16 +52,62 @@ pub struct History {
 /// What a file's text means; the path is for the messages.
 type Parse<T> = fn(&Path, &str) -> Result<T, ConfigError>;
 
-#[derive(PartialEq)]
-enum Seen {
-    Text(String),
-    Unreadable(io::ErrorKind),
+/// What a file said.
+type Said = Result<String, Unreadable>;
+
+/// Work that may hang, on a thread of its own. Nobody waits for that at the end of the process, as a
+/// runtime would for its own threads.
+struct Elsewhere<R> {
+    result: oneshot::Receiver<R>,
+    /// When the log is to say that it takes long, `None` once it has.
+    slow_at: Option<Instant>,
+}
+
+impl<R: Send + 'static> Elsewhere<R> {
+    fn begin(work: impl FnOnce() -> R + Send + 'static) -> Self {
+        let (sender, result) = oneshot::channel();
+        let thread = thread::Builder::new().name("config".to_owned());
+        // Without a thread the sender is dropped, which the receiver notices.
+        let _ = thread.spawn(move || sender.send(work()));
+        Self {
+            result,
+            slow_at: Some(Instant::now() + SLOW),
+        }
+    }
+
+    /// Waits for the result, and says once if that takes long. Safe to cancel.
+    async fn finish(&mut self, path: &Path, meanwhile: &str) -> Result<R, Unreadable> {
+        loop {
+            let slow = async {
+                match self.slow_at {
+                    Some(at) => sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                result = &mut self.result => return result.map_err(|_| Unreadable::NoThread),
+                () = slow => {
+                    self.slow_at = None;
+                    let (path, slow) = (path.display(), SLOW.as_secs());
+                    warn!("reading {path} takes longer than {slow} s; {meanwhile}");
+                }
+            }
+        }
+    }
 }
 
 impl<T> FileSource<T> {
     /// Reads a file for the first time, when it must be good, and watches it from before that.
-    pub fn open(path: PathBuf, parse: Parse<T>) -> Result<(Self, T), ConfigError> {
-        let watch = Watch::new(&path)
+    pub async fn open(path: PathBuf, parse: Parse<T>) -> Result<(Self, T), ConfigError> {
+        let file = path.clone();
+        // To find the folder may take as long as to read the file.
+        let mut first = Elsewhere::begin(move || (Watch::new(&file), read(&file)));
+        let first = first.finish(&path, "waiting for it").await;
+        let (watch, text) = match first {
+            Ok((watch, Ok(text))) => (watch, text),
+            Ok((_, Err(why))) | Err(why) => return Err(ConfigError::Read { path, why }),
+        };
+        let watch = watch
             .inspect_err(|error| {
                 let path = path.display();
                 warn!(
@@ -59,27 +115,51 @@ impl<T> FileSource<T> {
                 );
             })
             .ok();
-        let text = read(&path)?;
-        let said = parse(&path, &text)?;
-        let source = Self {
+        let mut source = Self {
             path,
             parse,
-            last: Some(Seen::Text(text)),
+            reading: None,
+            read_again: false,
+            last: Some(Ok(text)),
+            is_news: true,
             watch,
-            history: History {
-                good: 1,
-                ..History::default()
-            },
+            history: History::default(),
         };
-        Ok((source, said))
+        // What it says is news, so there is something.
+        match source.news()? {
+            Some(said) => Ok((source, said)),
+            None => unreachable!("what is read first is news"),
+        }
     }
 
-    /// Waits for a sign that the file may say something else. Safe to cancel.
+    /// Waits until the file says something else than it did the last time. Safe to cancel.
     pub async fn changed(&mut self) {
-        match &mut self.watch {
-            Some(watch) => watch.changed().await,
-            None => std::future::pending().await,
+        while !self.is_news {
+            let said = tokio::select! {
+                said = said(self.reading.as_mut(), &self.path) => said,
+                () = sign(self.watch.as_mut()) => {
+                    self.look();
+                    continue;
+                }
+            };
+            self.reading = None;
+            if std::mem::take(&mut self.read_again) {
+                self.look();
+            }
+            let said = Some(said);
+            self.is_news = self.last != said;
+            self.last = said;
         }
+    }
+
+    /// Has the file read again; if it says something else, [`Self::changed`] tells.
+    pub fn look(&mut self) {
+        if self.reading.is_some() {
+            self.read_again = true;
+            return;
+        }
+        let path = self.path.clone();
+        self.reading = Some(Elsewhere::begin(move || read(&path)));
     }
 
     /// The file's path.
@@ -88,19 +168,19 @@ impl<T> FileSource<T> {
     }
 
     /// What the file says, `None` if that is what it said the last time: the same news, good or bad,
-    /// is told once.
+    /// is told once. Reads nothing itself.
     pub fn news(&mut self) -> Result<Option<T>, ConfigError> {
-        let text = read(&self.path);
-        let seen = match &text {
-            Ok(text) => Seen::Text(text.clone()),
-            Err(ConfigError::Read { error, .. }) => Seen::Unreadable(error.kind()),
-            Err(ConfigError::Invalid { .. }) => unreachable!("reading does not judge"),
-        };
-        if self.last.as_ref() == Some(&seen) {
+        let Some(last) = self.last.as_ref().filter(|_| self.is_news) else {
             return Ok(None);
-        }
-        self.last = Some(seen);
-        let said = text.and_then(|text| (self.parse)(&self.path, &text));
+        };
+        self.is_news = false;
+        let said = match last {
+            Ok(text) => (self.parse)(&self.path, text),
+            Err(why) => Err(ConfigError::Read {
+                path: self.path.clone(),
+                why: why.clone(),
+            }),
+        };
         match &said {
             Ok(_) => self.history.good += 1,
             Err(_) => self.history.bad += 1,
@@ -114,9 +194,28 @@ impl<T> FileSource<T> {
         &self.history
     }
 
-    /// Makes the next [`Self::news`] tell whatever the file says then.
+    /// Has the file read again; whatever it says then, [`Self::changed`] tells.
     pub fn forget(&mut self) {
         self.last = None;
+        self.is_news = false;
+        self.look();
+    }
+}
+
+async fn said(reading: Option<&mut Elsewhere<Said>>, path: &Path) -> Said {
+    match reading {
+        Some(reading) => reading
+            .finish(path, "the last good configuration goes on serving")
+            .await
+            .flatten(),
+        None => std::future::pending().await,
+    }
+}
+
+async fn sign(watch: Option<&mut Watch>) {
+    match watch {
+        Some(watch) => watch.changed().await,
+        None => std::future::pending().await,
     }
 }
 
@@ -188,15 +287,15 @@ mod tests {
         state.map(|state| state.vips[0].address.to_string())
     }
 
-    async fn sign(source: &mut FileSource<DesiredState>) {
+    async fn change(source: &mut FileSource<DesiredState>) {
         tokio::time::timeout(PATIENCE, source.changed())
             .await
-            .expect("a sign of the change");
+            .expect("the change");
     }
 
     async fn quiet(source: &mut FileSource<DesiredState>) {
-        let sign = tokio::time::timeout(Duration::from_millis(400), source.changed()).await;
-        assert!(sign.is_err(), "a sign without a change");
+        let change = tokio::time::timeout(Duration::from_millis(400), source.changed()).await;
+        assert!(change.is_err(), "told without a change");
     }
 
     #[tokio::test]
@@ -204,7 +303,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("lb.yaml");
         fs::write(&path, file("172.22.0.2")).expect("write");
-        let (mut source, state) = FileSource::open(path.clone(), parse).expect("good");
+        let (mut source, state) = FileSource::open(path.clone(), parse).await.expect("good");
         assert_eq!(vip(Some(state)).as_deref(), Some("172.22.0.2"));
         assert_eq!(source.news().expect("good"), None);
         quiet(&mut source).await;
@@ -212,14 +311,14 @@ mod tests {
         let new = folder.path().join(".lb.yaml.new");
         fs::write(&new, file("172.22.0.3")).expect("write");
         fs::rename(&new, &path).expect("rename");
-        sign(&mut source).await;
+        change(&mut source).await;
         assert_eq!(
             vip(source.news().expect("good")).as_deref(),
             Some("172.22.0.3")
         );
 
         fs::write(&path, file("172.22.0.4")).expect("write");
-        sign(&mut source).await;
+        change(&mut source).await;
         assert_eq!(
             vip(source.news().expect("good")).as_deref(),
             Some("172.22.0.4")
@@ -227,6 +326,7 @@ mod tests {
         quiet(&mut source).await;
 
         source.forget();
+        change(&mut source).await;
         assert_eq!(
             vip(source.news().expect("good")).as_deref(),
             Some("172.22.0.4")
@@ -243,35 +343,85 @@ mod tests {
         }
         symlink("..v1", at("..data")).expect("a link");
         symlink("..data/lb.yaml", at("lb.yaml")).expect("a link");
-        let (mut source, state) = FileSource::open(at("lb.yaml"), parse).expect("good");
+        let (mut source, state) = FileSource::open(at("lb.yaml"), parse).await.expect("good");
         assert_eq!(vip(Some(state)).as_deref(), Some("172.22.0.2"));
 
         symlink("..v2", at("..data_tmp")).expect("a link");
         fs::rename(at("..data_tmp"), at("..data")).expect("rename");
-        sign(&mut source).await;
+        change(&mut source).await;
         assert_eq!(
             vip(source.news().expect("good")).as_deref(),
             Some("172.22.0.3")
         );
     }
 
-    #[test]
-    fn a_bad_file_and_a_missing_one_are_told_once_each() {
+    /// What it says next, looked at without a sign as the agent does.
+    async fn next(
+        source: &mut FileSource<DesiredState>,
+    ) -> Result<Option<DesiredState>, ConfigError> {
+        source.look();
+        change(source).await;
+        source.news()
+    }
+
+    #[tokio::test]
+    async fn a_bad_file_and_a_missing_one_are_told_once_each() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("lb.yaml");
         assert!(matches!(
-            FileSource::open(path.clone(), parse),
+            FileSource::open(path.clone(), parse).await,
             Err(ConfigError::Read { .. })
         ));
         fs::write(&path, file("172.22.0.3")).expect("write");
-        let (mut source, _) = FileSource::open(path.clone(), parse).expect("good");
+        let (mut source, _) = FileSource::open(path.clone(), parse).await.expect("good");
         fs::remove_file(&path).expect("remove");
-        assert!(matches!(source.news(), Err(ConfigError::Read { .. })));
-        assert!(matches!(source.news(), Ok(None)));
+        assert!(matches!(
+            next(&mut source).await,
+            Err(ConfigError::Read { .. })
+        ));
+        quiet(&mut source).await;
         fs::write(&path, "uplinks: oops").expect("write");
-        assert!(matches!(source.news(), Err(ConfigError::Invalid { .. })));
-        assert!(matches!(source.news(), Ok(None)));
+        assert!(matches!(
+            next(&mut source).await,
+            Err(ConfigError::Invalid { .. })
+        ));
+        quiet(&mut source).await;
         fs::write(&path, file("172.22.0.2")).expect("write");
-        assert!(matches!(source.news(), Ok(Some(_))));
+        assert!(matches!(next(&mut source).await, Ok(Some(_))));
+        assert_eq!((source.history().good, source.history().bad), (2, 2));
+    }
+
+    #[tokio::test]
+    async fn a_file_that_becomes_a_pipe_is_refused_and_holds_up_nobody() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("lb.yaml");
+        fs::write(&path, file("172.22.0.3")).expect("write");
+        let (mut source, _) = FileSource::open(path.clone(), parse).await.expect("good");
+        fs::remove_file(&path).expect("remove");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RUSR).expect("a pipe");
+        let error = next(&mut source).await.expect_err("a pipe");
+        assert_eq!(
+            error.to_string(),
+            format!(
+                "cannot read {}: it is a pipe (FIFO); a configuration is a regular file",
+                path.display()
+            )
+        );
+    }
+
+    #[tokio::test]
+    async fn a_reading_that_hangs_is_told_once_and_waited_for_without_another() {
+        let (sender, result) = oneshot::channel();
+        let mut reading = Elsewhere::<u8> {
+            result,
+            slow_at: Some(Instant::now()),
+        };
+        let path = Path::new("lb.yaml");
+        let wait =
+            tokio::time::timeout(Duration::from_millis(100), reading.finish(path, "waiting"));
+        assert!(wait.await.is_err(), "nothing has come");
+        assert_eq!(reading.slow_at, None, "told");
+        sender.send(7).expect("somebody waits");
+        assert_eq!(reading.finish(path, "waiting").await, Ok(7));
     }
 }

@@ -453,6 +453,149 @@ fn each_mistake_is_one_message_with_its_place() {
             "fd00::12",
             "17:49: services[0].backends[1].address: IPv6 is not served yet",
         ),
+        // Addresses that no host has.
+        (
+            "address: 172.22.0.4",
+            "address: 172.22.0.0",
+            "7:15: vips[2].address: 172.22.0.0 is the network address of 172.22.0.0/24, not a host",
+        ),
+        (
+            "address: 172.22.0.4",
+            "address: 172.22.0.255",
+            "7:15: vips[2].address: 172.22.0.255 is the broadcast address of 172.22.0.0/24, not a host",
+        ),
+        (
+            "address: 172.22.0.4",
+            "address: 0.0.0.4",
+            "7:15: vips[2].address: 0.0.0.4 is not a unicast address that others can reach",
+        ),
+        (
+            "address: 172.22.0.4",
+            "address: 127.0.0.4",
+            "7:15: vips[2].address: 127.0.0.4 is not a unicast address that others can reach",
+        ),
+        (
+            "address: 172.22.0.4",
+            "address: 240.0.0.1",
+            "7:15: vips[2].address: 240.0.0.1 is not a unicast address that others can reach",
+        ),
+        (
+            "gateway: 172.22.0.1",
+            "gateway: 172.22.0.3",
+            "3:61: uplinks[0].gateway: 172.22.0.3 is the VIP of line 6; a gateway is another host",
+        ),
+        (
+            "gateway: 172.22.0.1",
+            "gateway: 172.22.0.0",
+            "3:61: uplinks[0].gateway: 172.22.0.0 is the network address of 172.22.0.0/24, not a host",
+        ),
+        (
+            "gateway: 172.22.0.1",
+            "gateway: 172.22.0.255",
+            "3:61: uplinks[0].gateway: 172.22.0.255 is the broadcast address of 172.22.0.0/24, not a host",
+        ),
+        (
+            "gateway: 172.22.0.1",
+            "gateway: 224.0.0.1",
+            "3:61: uplinks[0].gateway: 224.0.0.1 is not a unicast address that others can reach",
+        ),
+        (
+            "10.244.0.12",
+            "172.22.0.255",
+            "17:49: services[0].backends[1].address: 172.22.0.255 is the broadcast address of 172.22.0.0/24, not a host",
+        ),
+        (
+            "10.244.0.12",
+            "127.0.0.1",
+            "17:49: services[0].backends[1].address: 127.0.0.1 is not a unicast address that others can reach",
+        ),
+        (
+            "10.244.0.12",
+            "0.0.0.0",
+            "17:49: services[0].backends[1].address: 0.0.0.0 is not a unicast address that others can reach",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "subnet: 224.0.0.0/24",
+            "3:14: uplinks[0].subnet: 224.0.0.0/24 is not a subnet of unicast addresses",
+        ),
+        // Names that nothing has.
+        (
+            "subnet: 172.22.0.0/24",
+            "name: ''",
+            "3:12: uplinks[0].name: empty",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "name: lo",
+            "3:12: uplinks[0].name: `lo` is the loopback, which cannot be an uplink",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "name: ..",
+            "3:12: uplinks[0].name: `..` cannot be an interface: no name has `/`, `:` or a blank in it, or is `.` or `..`",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "name: eth/*",
+            "3:12: uplinks[0].name: `eth/*` cannot be an interface: no name has",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "name: 'eth 1'",
+            "3:12: uplinks[0].name: `eth 1` cannot be an interface: no name has",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "name: \"eth\\t1\"",
+            "3:12: uplinks[0].name: a character that is not shown (control, format or direction mark, odd space) is in the name",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "name: enp129s0f0np0v11",
+            "3:12: uplinks[0].name: `enp129s0f0np0v11` cannot be an interface: it has 16 bytes, and a name at most 15",
+        ),
+        (
+            "subnet: 172.22.0.0/24",
+            "name: 'enp129s0f0np[0-9]v[!]1][]2]'",
+            "3:12: uplinks[0].name: `enp129s0f0np[0-9]v[!]1][]2]` cannot be an interface: it has 16 bytes",
+        ),
+        (
+            "name: other",
+            "name: \"oth\\u202Eer\"",
+            "18:11: services[1].name: a character that is not shown",
+        ),
+        (
+            "name: api",
+            "name: \"ap\\u200Bi\"",
+            "11:20: services[0].ports[0].name: a character that is not shown",
+        ),
+        (
+            "instance: ironic-1",
+            "instance: \"a\\nb\"",
+            "17:20: services[0].backends[1].instance: a character that is not shown",
+        ),
+        (
+            "instance: ironic-1",
+            "instance: \"\\e[31mred\"",
+            "17:20: services[0].backends[1].instance: a character that is not shown",
+        ),
+        (
+            "[metal3]",
+            "[\"me\\ttal3\"]",
+            "5:109: vips[0].namespaces[0]: a character that is not shown",
+        ),
+        // What is wrong is told without what would confuse a terminal.
+        (
+            "mode: native",
+            "mode: \"\\e[31m\\u202Ex\"",
+            "3:35: uplinks[0].mode: `\\u{1b}[31m\\u{202e}x` is not one of",
+        ),
+        (
+            "mode: native",
+            "\"m\\e[0m\": native",
+            "3:29: uplinks[0].m\\u{1b}[0m: unknown field `m\\u{1b}[0m`",
+        ),
     ];
     let mut wrong = Vec::new();
     for (find, replace, expected) in cases {
@@ -510,6 +653,150 @@ fn the_message_names_the_file() {
             .starts_with("cannot read /nonexistent/lb.yaml: No such file"),
         "{missing}"
     );
+}
+
+#[test]
+fn an_empty_file_is_told_what_it_should_hold() {
+    for text in ["", "\n\n", "---\n", "# uplinks: []\n  # vips\n"] {
+        assert_eq!(
+            mistakes(text),
+            [
+                "1:1: the file is empty; it should hold `apiVersion: ironlb.dev/v1`, `uplinks`, `vips` and, \
+                 unless they come from Kubernetes, `services`"
+            ]
+        );
+    }
+}
+
+#[test]
+fn only_a_regular_file_of_a_sane_size_is_read() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let at = |name: &str| folder.path().join(name);
+    rustix::fs::mkfifoat(rustix::fs::CWD, at("fifo"), rustix::fs::Mode::RUSR).expect("a pipe");
+    let _socket = std::os::unix::net::UnixListener::bind(at("socket")).expect("a socket");
+    fs::write(at("large"), vec![b'#'; 1024 * 1024 + 1]).expect("write");
+    fs::write(at("latin1"), b"# \xe9").expect("write");
+    fs::write(at("largest"), vec![b'#'; 1024 * 1024]).expect("write");
+    let cases = [
+        (
+            at("fifo"),
+            "it is a pipe (FIFO); a configuration is a regular file",
+        ),
+        (
+            at("socket"),
+            "it is a socket; a configuration is a regular file",
+        ),
+        (
+            at(""),
+            "it is a directory; a configuration is a regular file",
+        ),
+        (
+            "/dev/zero".into(),
+            "it is a device; a configuration is a regular file",
+        ),
+        (
+            at("large"),
+            "it is larger than 1024 KiB; no configuration is",
+        ),
+        (at("latin1"), "it is not UTF-8 text"),
+        (at("missing"), "No such file or directory (os error 2)"),
+    ];
+    for (path, why) in cases {
+        let error = load(&path).expect_err("cannot be read").to_string();
+        assert_eq!(error, format!("cannot read {}: {why}", path.display()));
+    }
+    assert_eq!(read(&at("largest")).map(|text| text.len()), Ok(1024 * 1024));
+}
+
+#[test]
+fn a_name_that_the_maps_would_cut_is_refused() {
+    let fits = "é".repeat(47);
+    let text = GOOD.replace("name: other", &format!("name: {fits}x"));
+    assert!(parse(Path::new("lb.yaml"), &text).is_ok(), "95 bytes");
+    for (find, at) in [
+        ("name: other", "18:11: services[1].name"),
+        ("name: api", "11:20: services[0].ports[0].name"),
+        (
+            "instance: ironic-1",
+            "17:20: services[0].backends[1].instance",
+        ),
+    ] {
+        let key = find.split(' ').next().expect("a key");
+        let text = GOOD.replace(find, &format!("{key} {fits}xx"));
+        assert_eq!(
+            mistakes(&text)[0],
+            format!("{at}: 96 bytes; a name has at most 95")
+        );
+    }
+}
+
+#[test]
+fn names_and_patterns_that_an_interface_can_have_are_taken() {
+    for name in [
+        "enp129s0f0np0v1",
+        "enp*f1",
+        "e[a-z][a-z][a-z][0-9]",
+        "*",
+        "br-ex",
+        "eth1.7",
+        "é",
+        "lo1",
+    ] {
+        let text = GOOD.replace("subnet: 172.22.0.0/24", &format!("name: '{name}'"));
+        assert!(parse(Path::new("lb.yaml"), &text).is_ok(), "{name}");
+    }
+}
+
+#[test]
+fn a_point_to_point_subnet_has_no_network_and_no_broadcast_address() {
+    let text = "apiVersion: ironlb.dev/v1\nuplinks: [{subnet: 172.22.0.2/31}]\nvips: [{address: 172.22.0.2}]\n";
+    assert!(parse(Path::new("lb.yaml"), text).is_ok());
+}
+
+#[test]
+fn more_than_the_maps_hold_is_a_mistake_of_the_service() {
+    let backends = |first: usize, count: usize| -> String {
+        (first..first + count)
+            .map(|i| {
+                let [high, low] = u16::try_from(i).expect("a number").to_be_bytes();
+                format!("      - {{instance: i-{i}, address: 10.244.{high}.{low}}}\n")
+            })
+            .collect()
+    };
+    let head = |services: &str| {
+        format!(
+            "apiVersion: ironlb.dev/v1\nuplinks: [{{subnet: 172.22.0.0/24}}]\nvips: [{{address: 172.22.0.2}}]\nservices:\n{services}"
+        )
+    };
+    let service = |number: usize, ports: usize, count: usize| {
+        let ports: Vec<_> = (0..ports)
+            .map(|i| format!("{{name: p{i}, port: {}}}", 1 + number * 1000 + i))
+            .collect();
+        format!(
+            "  - name: s{number}\n    vip: 172.22.0.2\n    ports: [{}]\n    backends:\n{}",
+            ports.join(", "),
+            backends(number * 100 + 1, count)
+        )
+    };
+    let parsed = |text: &str| parse(Path::new("lb.yaml"), text);
+    assert!(parsed(&head(&service(0, 2, 64))).is_ok());
+    assert_eq!(
+        mistakes(&head(&service(0, 2, 65))),
+        ["73:20: services[0].backends: 65 backends; at most 64 a service"]
+    );
+    let full = service(0, 1000, 1) + &service(1, 24, 1);
+    assert!(parsed(&head(&full)).is_ok());
+    assert_eq!(
+        mistakes(&head(&(service(0, 1000, 1) + &service(1, 26, 1)))),
+        [
+            "10:11: services[1]: port 1025 of 172.22.0.2 does not fit, nor do 1 more of this file; \
+             at most 1024 VIP ports and 16384 backends of VIP ports an agent"
+        ]
+    );
+    let full = service(0, 32, 64) + &service(1, 32, 64);
+    assert!(parsed(&head(&full)).is_ok());
+    let found = mistakes(&head(&(full + &service(2, 1, 1))));
+    assert!(found[0].contains("services[2]: port 2001"), "{found:#?}");
 }
 
 /// The same format, for an agent that takes services from Kubernetes.

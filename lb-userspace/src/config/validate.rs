@@ -5,15 +5,19 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use ipnet::IpNet;
-use lb_common::{MAX_BYPASS_UDP, MAX_PASS, MAX_UPLINKS, MAX_VIPS};
+use lb_common::{
+    MAX_BACKENDS, MAX_BACKENDS_PER_PORT, MAX_BYPASS_UDP, MAX_PASS, MAX_PORTS, MAX_UPLINKS,
+    MAX_VIPS, NAME_LEN,
+};
 use serde_saphyr::{Location, Spanned};
 
 use super::schema::{self, Number, Text};
-use super::{API_VERSION, ClusterConfig, Namespaces, Problem, VipPolicy};
+use super::{API_VERSION, ClusterConfig, Namespaces, Problem, VipPolicy, is_shown};
 use crate::desired::{
     Announce, BackendSpec, Bypass, DesiredState, HealthSpec, InstancePorts, Mode, PassSpec,
     PortSpec, Refuse, ServiceSpec, UplinkSelector, UplinkSpec, VipSpec,
 };
+use crate::plan::{self, Health, Warning};
 
 /// UDP answers that reach pods although direct connections are dropped: DNS, NTP, IPMI.
 const BYPASS_UDP: [u16; 3] = [53, 123, 623];
@@ -21,6 +25,8 @@ const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
 const HEALTH_INTERVALS: std::ops::RangeInclusive<Duration> =
     Duration::from_millis(100)..=Duration::from_secs(3600);
 const HEALTH_FAIL: u32 = 3;
+/// Bytes of an interface's name at most (`IFNAMSIZ` without the zero).
+const INTERFACE_NAME: usize = 15;
 /// Names that stand for IP protocol numbers in `pass` (IANA's keywords).
 const PROTOCOLS: &[(&str, u8)] = &[
     ("icmp", 1),
@@ -55,6 +61,7 @@ pub(super) fn check(file: &schema::File) -> Result<DesiredState, Vec<Problem>> {
             );
         }
     }
+    checker.tables(file, &state);
     checker.result(state)
 }
 
@@ -140,7 +147,9 @@ impl Checker {
             },
         };
         self.vips_against_uplinks(vips, &state.uplinks);
+        self.gateways(&uplinks.value, &state.uplinks);
         self.vips_against_backends(services);
+        self.backends_against_uplinks(services, &state.uplinks);
         state
     }
 
@@ -151,6 +160,36 @@ impl Checker {
         self.problems
             .sort_by_key(|problem| (problem.line, problem.column));
         Err(self.problems)
+    }
+
+    /// All VIP ports fit into the maps. To be told last, of a file that is right otherwise.
+    fn tables(&mut self, file: &schema::File, state: &DesiredState) {
+        if !self.problems.is_empty() {
+            return;
+        }
+        let (_, warnings) = plan::plan(state, &Health::default());
+        let left_out: Vec<_> = warnings
+            .iter()
+            .filter_map(|warning| match warning {
+                Warning::TablesFull { service, vip, port } => Some((service, vip, port)),
+                _ => None,
+            })
+            .collect();
+        let Some((service, vip, port)) = left_out.first() else {
+            return;
+        };
+        let mut services = file.services.iter().enumerate();
+        if let Some((at, raw)) = services.find(|(_, raw)| raw.name.value == **service) {
+            let others = match left_out.len() - 1 {
+                0 => String::new(),
+                others => format!(", nor do {others} more of this file"),
+            };
+            let message = format!(
+                "port {port} of {vip} does not fit{others}; \
+                 at most {MAX_PORTS} VIP ports and {MAX_BACKENDS} backends of VIP ports an agent"
+            );
+            self.complain(raw.name.referenced, format!("services[{at}]"), message);
+        }
     }
 
     /// Who may use a VIP. It is said, not assumed: a VIP for all is a VIP that any tenant can take.
@@ -171,6 +210,11 @@ impl Checker {
         let nodes = raw.nodes.as_ref().map(|nodes| -> BTreeSet<_> {
             nodes.value.iter().map(|node| node.value.clone()).collect()
         });
+        for (at, node) in raw.nodes.iter().flat_map(|nodes| &nodes.value).enumerate() {
+            if let Some(mistake) = name_mistake(&node.value) {
+                self.complain(node.referenced, format!("{path}.nodes[{at}]"), mistake);
+            }
+        }
         if let Some(raw) = raw.nodes.as_ref().filter(|raw| raw.value.is_empty()) {
             self.complain(
                 raw.referenced,
@@ -237,12 +281,7 @@ impl Checker {
         let selector = match (subnet, name, mac) {
             (Some(subnet), None, None) => self.subnet(&format!("{path}.subnet"), subnet),
             (None, Some(name), None) => {
-                let mistake = match glob::Pattern::new(&name.value) {
-                    Ok(_) if name.value.is_empty() => Some("empty".to_owned()),
-                    Ok(_) => None,
-                    Err(error) => Some(format!("`{}` is not a pattern: {error}", name.value)),
-                };
-                if let Some(mistake) = mistake {
+                if let Some(mistake) = interface_mistake(&name.value) {
                     self.complain(name.referenced, format!("{path}.name"), mistake);
                 }
                 Some(UplinkSelector::Name(name.value.clone()))
@@ -311,6 +350,11 @@ impl Checker {
             return None;
         };
         if !self.served(path, raw, net.addr()) {
+            return None;
+        }
+        if net.prefix_len() > 0 && !is_unicast(net.addr()) {
+            let message = format!("{net} is not a subnet of unicast addresses");
+            self.complain(raw.referenced, path, message);
             return None;
         }
         if net.trunc() != net {
@@ -391,12 +435,9 @@ impl Checker {
             auto_assign: _,
         } = raw;
         for (at, namespace) in namespaces.iter().flatten().enumerate() {
-            if namespace.value.is_empty() {
-                self.complain(
-                    namespace.referenced,
-                    format!("{path}.namespaces[{at}]"),
-                    "empty",
-                );
+            if let Some(mistake) = name_mistake(&namespace.value) {
+                let path = format!("{path}.namespaces[{at}]");
+                self.complain(namespace.referenced, path, mistake);
             }
         }
         let refuse = self.one_of(
@@ -670,6 +711,17 @@ impl Checker {
         let mut names = HashMap::new();
         let mut slots: HashMap<u32, &str> = HashMap::new();
         let mut addresses: HashMap<IpAddr, &str> = HashMap::new();
+        if let Some(beyond) = raw.get(MAX_BACKENDS_PER_PORT) {
+            let message = format!(
+                "{} backends; at most {MAX_BACKENDS_PER_PORT} a service",
+                raw.len()
+            );
+            self.complain(
+                beyond.instance.referenced,
+                format!("{path}.backends"),
+                message,
+            );
+        }
         let mut backends = Vec::new();
         for (at, backend) in raw.iter().enumerate() {
             let schema::Backend {
@@ -725,31 +777,62 @@ impl Checker {
         backends
     }
 
-    /// Every VIP is in an uplink's subnet; not to be told where an uplink is found by name or MAC.
+    /// Every VIP is a host in an uplink's subnet; not to be told where an uplink is found by name or MAC.
     fn vips_against_uplinks(&mut self, raw: &[schema::Vip], uplinks: &[UplinkSpec]) {
-        let mut subnets = Vec::new();
-        for uplink in uplinks {
-            match uplink.selector {
-                UplinkSelector::Subnet(net, length) => subnets.push((net, length)),
-                UplinkSelector::Name(_) | UplinkSelector::Mac(_) => return,
-            }
-        }
-        if subnets.is_empty() {
-            return;
-        }
+        let all_known = subnets(uplinks).count() == uplinks.len() && !uplinks.is_empty();
         for (at, vip) in raw.iter().enumerate() {
             let Ok(ip) = vip.address.value.parse() else {
                 continue;
             };
-            if self.vips.contains_key(&ip)
-                && !subnets.iter().any(|(net, len)| contains(*net, *len, ip))
-            {
-                self.complain(
-                    vip.address.referenced,
-                    format!("vips[{at}].address"),
-                    format!("{ip} is in no uplink's subnet"),
-                );
+            if !self.vips.contains_key(&ip) {
+                continue;
             }
+            let place = || format!("vips[{at}].address");
+            if all_known && !subnets(uplinks).any(|(net, length)| contains(net, length, ip)) {
+                let message = format!("{ip} is in no uplink's subnet");
+                self.complain(vip.address.referenced, place(), message);
+            }
+            self.host(vip.address.referenced, place(), ip, uplinks);
+        }
+    }
+
+    fn gateways(&mut self, raw: &[Spanned<schema::Uplink>], uplinks: &[UplinkSpec]) {
+        for (at, uplink) in raw.iter().enumerate() {
+            let Some(gateway) = &uplink.value.gateway else {
+                continue;
+            };
+            let Ok(ip) = gateway.value.parse::<IpAddr>() else {
+                continue;
+            };
+            let path = format!("uplinks[{at}].gateway");
+            if let Some(vip) = self.vips.get(&ip) {
+                let line = vip.line();
+                let message = format!("{ip} is the VIP of line {line}; a gateway is another host");
+                self.complain(gateway.referenced, &path, message);
+            }
+            self.host(gateway.referenced, path, ip, uplinks);
+        }
+    }
+
+    fn backends_against_uplinks(&mut self, raw: &[schema::Service], uplinks: &[UplinkSpec]) {
+        for (service_at, service) in raw.iter().enumerate() {
+            for (at, backend) in service.backends.iter().enumerate() {
+                if let Ok(ip) = backend.address.value.parse() {
+                    let path = format!("services[{service_at}].backends[{at}].address");
+                    self.host(backend.address.referenced, path, ip, uplinks);
+                }
+            }
+        }
+    }
+
+    /// An address is not one that a subnet has for itself.
+    fn host(&mut self, at: Location, path: String, ip: IpAddr, uplinks: &[UplinkSpec]) {
+        let mut subnets = subnets(uplinks);
+        let found =
+            subnets.find_map(|(net, length)| Some((net, length, special(net, length, ip)?)));
+        if let Some((net, length, what)) = found {
+            let message = format!("{ip} is the {what} address of {net}/{length}, not a host");
+            self.complain(at, path, message);
         }
     }
 
@@ -810,8 +893,15 @@ impl Checker {
         name: &Text,
         what: &str,
     ) {
-        if name.value.is_empty() {
-            self.complain(name.referenced, path, "empty");
+        if let Some(mistake) = name_mistake(&name.value) {
+            self.complain(name.referenced, path, mistake);
+        } else if name.value.len() >= NAME_LEN {
+            let message = format!(
+                "{} bytes; a name has at most {}",
+                name.value.len(),
+                NAME_LEN - 1
+            );
+            self.complain(name.referenced, path, message);
         } else if let Some(first) = seen.get(&name.value) {
             let message = format!(
                 "{what} `{}` is already in line {}",
@@ -834,9 +924,7 @@ impl Checker {
         if !self.served(path, raw, address) {
             return None;
         }
-        let broadcast = matches!(address, IpAddr::V4(v4) if v4.is_broadcast());
-        if address.is_unspecified() || address.is_loopback() || address.is_multicast() || broadcast
-        {
+        if !is_unicast(address) {
             let message = format!("{address} is not a unicast address that others can reach");
             self.complain(raw.referenced, path, message);
             return None;
@@ -898,6 +986,95 @@ impl Checker {
 fn list(words: &[&str]) -> String {
     let words: Vec<_> = words.iter().map(|word| format!("`{word}`")).collect();
     words.join(", ")
+}
+
+/// What is wrong with a name of any kind.
+fn name_mistake(name: &str) -> Option<&'static str> {
+    if name.is_empty() {
+        return Some("empty");
+    }
+    (!name.chars().all(is_shown)).then_some(
+        "a character that is not shown (control, format or direction mark, odd space) is in the name",
+    )
+}
+
+/// What is wrong with the name of an interface, or a pattern of such: what the kernel's
+/// `dev_valid_name` refuses, and what cannot be an uplink.
+fn interface_mistake(name: &str) -> Option<String> {
+    if let Some(mistake) = name_mistake(name) {
+        return Some(mistake.to_owned());
+    }
+    if let Err(error) = glob::Pattern::new(name) {
+        return Some(format!("`{name}` is not a pattern: {error}"));
+    }
+    if matches!(name, "." | "..") || name.contains(['/', ':', ' ']) {
+        return Some(format!(
+            "`{name}` cannot be an interface: no name has `/`, `:` or a blank in it, or is `.` or `..`"
+        ));
+    }
+    let shortest = shortest_match(name);
+    if shortest > INTERFACE_NAME {
+        return Some(format!(
+            "`{name}` cannot be an interface: it has {shortest} bytes, and a name at most {INTERFACE_NAME}"
+        ));
+    }
+    (name == "lo").then(|| "`lo` is the loopback, which cannot be an uplink".to_owned())
+}
+
+/// Bytes of the shortest name that a pattern matches.
+fn shortest_match(pattern: &str) -> usize {
+    let mut rest = pattern.chars();
+    let mut shortest = 0;
+    while let Some(c) = rest.next() {
+        shortest += match c {
+            '*' => 0,
+            '[' => {
+                // `]` is one of the set where it is the first in it.
+                let set = rest.as_str().trim_start_matches('!');
+                let first = set.chars().next().map_or(0, char::len_utf8);
+                let end = set[first..]
+                    .find(']')
+                    .map_or(set.len(), |end| first + end + 1);
+                rest = set[end..].chars();
+                1
+            }
+            '?' => 1,
+            c => c.len_utf8(),
+        };
+    }
+    shortest
+}
+
+/// Subnets of the uplinks that are found by theirs.
+fn subnets(uplinks: &[UplinkSpec]) -> impl Iterator<Item = (IpAddr, u8)> {
+    uplinks.iter().filter_map(|uplink| match uplink.selector {
+        UplinkSelector::Subnet(net, length) => Some((net, length)),
+        UplinkSelector::Name(_) | UplinkSelector::Mac(_) => None,
+    })
+}
+
+/// Whether an address can be a host's.
+fn is_unicast(address: IpAddr) -> bool {
+    match address {
+        // 0/8 is this network, 127/8 loopback, 224/4 multicast, 240/4 reserved: the data plane drops
+        // packets from them.
+        IpAddr::V4(v4) => !matches!(v4.octets()[0], 0 | 127 | 224..),
+        IpAddr::V6(v6) => !(v6.is_unspecified() || v6.is_loopback() || v6.is_multicast()),
+    }
+}
+
+/// What an address means in a subnet if it is no host's there.
+fn special(net: IpAddr, length: u8, address: IpAddr) -> Option<&'static str> {
+    let net = IpNet::new(net, length).ok()?;
+    // RFC 3021: a /31 has two hosts and nothing else.
+    if net.max_prefix_len() - length < 2 {
+        return None;
+    }
+    match address {
+        _ if address == net.network() => Some("network"),
+        IpAddr::V4(_) if address == net.broadcast() => Some("broadcast"),
+        _ => None,
+    }
 }
 
 fn contains(net: IpAddr, length: u8, address: IpAddr) -> bool {

@@ -38,9 +38,11 @@ fn checked(port: u16, fail: u32, addresses: &[IpAddr]) -> DesiredState {
 }
 
 async fn next(checks: &mut Checks) -> Change {
-    timeout(PATIENCE, checks.changed())
+    let mut changes = timeout(PATIENCE, checks.changed())
         .await
-        .expect("a change of health")
+        .expect("a change of health");
+    assert_eq!(changes.len(), 1, "{changes:?}");
+    changes.remove(0)
 }
 
 #[tokio::test]
@@ -122,4 +124,21 @@ async fn another_way_to_check_keeps_what_is_known_until_it_has_an_answer() {
     assert!(!checks.health().is_up("ironic", LOCAL), "not asked yet");
     let change = next(&mut checks).await;
     assert_eq!((change.port, change.failure), (port, None));
+}
+
+#[tokio::test]
+async fn backends_that_die_together_are_one_batch() {
+    let closed = TcpListener::bind((LOCAL, 0)).await.expect("a port");
+    let port = closed.local_addr().expect("its number").port();
+    drop(closed);
+    let addresses: Vec<_> = (1..=200).map(|last| [127, 0, 1, last].into()).collect();
+    let mut checks = Checks::default();
+    checks.follow(&checked(port, 1, &addresses));
+    // The agent is busy for a moment.
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let changes = timeout(PATIENCE, checks.changed())
+        .await
+        .expect("changes of health");
+    let told: std::collections::BTreeSet<_> = changes.iter().map(|c| c.address).collect();
+    assert_eq!(told, addresses.into_iter().collect());
 }

@@ -474,3 +474,69 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn of_many_warnings_of_a_kind_ten_are_told() {
+    let mut service = ironic(0);
+    service.backends = (0..80).map(backend).collect();
+    service.instance_ports.clear();
+    let mut other = ironic(0);
+    other.name = "other".into();
+    other.instance_ports.clear();
+    let (_, warnings) = plan(&state(vec![service, other]), &Health::default());
+    assert_eq!(warnings.len(), 18, "{warnings:?}");
+    let told = sentences(&warnings);
+    assert_eq!(told.len(), 13, "{told:#?}");
+    assert_eq!(
+        told[0],
+        "service other: port 6180 of 172.22.0.2 is already taken by service ironic"
+    );
+    assert_eq!(
+        told[2],
+        "service ironic: ironic-64 is unused; at most 64 backends a service"
+    );
+    assert_eq!(told[12], "and 6 more like it");
+}
+
+#[test]
+fn instances_are_in_the_order_of_people() {
+    let sorted = [
+        "",
+        "1x",
+        "02",
+        "2",
+        "10",
+        "ironic",
+        "ironic1",
+        "ironic-0",
+        "ironic-02",
+        "ironic-2",
+        "ironic-9",
+        "ironic-10",
+        "ironic-10-a",
+        "ironic-18446744073709551616",
+        "ironic-a",
+    ];
+    for (at, a) in sorted.iter().enumerate() {
+        for (other, b) in sorted.iter().enumerate() {
+            assert_eq!(natural(a, b), at.cmp(&other), "{a} {b}");
+        }
+    }
+}
+
+#[test]
+fn a_backend_too_many_loses_and_not_one_that_serves() {
+    let mut service = ironic(0);
+    service.instance_ports.clear();
+    let named = |number: u8| BackendSpec {
+        instance: format!("ironic-{number}"),
+        ..backend(number)
+    };
+    service.backends = (0..65).map(named).collect();
+    let (tables, warnings) = plan(&state(vec![service]), &Health::default());
+    assert_eq!(
+        messages(&warnings),
+        ["service ironic: ironic-64 is unused; at most 64 backends a service"]
+    );
+    assert_eq!(leads_to(&tables, 6385)[10], "ironic-10:6385");
+}

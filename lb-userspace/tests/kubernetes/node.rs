@@ -46,7 +46,9 @@ impl Node {
             resync: Duration::from_secs(300),
             lease: LEASE,
         };
-        let prepared = Prepared::read(path, Some(options)).expect("a good configuration");
+        let prepared = Prepared::read(path, Some(options))
+            .await
+            .expect("a good configuration");
         let (mut source, first) = timeout(PATIENCE, prepared.start())
             .await
             .expect("the API is read");

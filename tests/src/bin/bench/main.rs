@@ -3,6 +3,7 @@
 //! A packet by itself, by `BPF_PROG_TEST_RUN` of the real object; and traffic in laboratories of the same shape with
 //! and without ironlb, as ratios to plain routing.
 
+mod cluster;
 mod nftables;
 mod packets;
 mod statistics;
@@ -23,6 +24,9 @@ struct Options {
     /// Fewer rounds.
     #[arg(long)]
     quick: bool,
+    /// Instead: how soon the maps follow Kubernetes, with this image of ironlb.
+    #[arg(long, value_name = "IMAGE")]
+    cluster: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -35,19 +39,29 @@ fn main() -> ExitCode {
     }
 }
 
-fn measure(Options { json: file, quick }: Options) -> Result<()> {
+fn measure(options: Options) -> Result<()> {
+    let Options {
+        json: file,
+        quick,
+        cluster,
+    } = options;
     println!(
         "ironlb bench on Linux {}\n",
         rustix::system::uname().release().to_string_lossy()
     );
-    let (per_packet, instructions) = packets::measure(if quick { 5 } else { 15 })?;
-    let ratios = traffic::measure(if quick { 5 } else { 20 })?;
-    if let Some(file) = file {
-        let all = json!({
+    let all = if let Some(image) = cluster {
+        let times = cluster::measure(&image, if quick { 10 } else { 40 })?;
+        json!({"control": {"endpoint_to_maps_ms": times}})
+    } else {
+        let (per_packet, instructions) = packets::measure(if quick { 5 } else { 15 })?;
+        let ratios = traffic::measure(if quick { 5 } else { 20 })?;
+        json!({
             "per_packet_ns": per_packet,
             "ratio_to_routing": ratios,
             "instructions": instructions,
-        });
+        })
+    };
+    if let Some(file) = file {
         std::fs::write(&file, format!("{all:#}\n"))
             .with_context(|| format!("write {}", file.display()))?;
         println!("\nfigures are in {}", file.display());
