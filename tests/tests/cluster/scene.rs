@@ -174,6 +174,16 @@ pub fn serving_node(cluster: &Cluster) -> Result<&ClusterNode> {
         .with_context(|| format!("no {SERVING}"))
 }
 
+/// Time from watch events to the maps (seconds, all together), and how many there were, since the agent's start.
+pub fn to_maps(node: &ClusterNode) -> Result<(f64, f64)> {
+    let metric = |part: &str| {
+        let name = format!("ironlb_kubernetes_event_to_maps_seconds_{part}");
+        node.metric(&name)?
+            .with_context(|| format!("no metric {name}"))
+    };
+    Ok((metric("sum")?, metric("count")?))
+}
+
 /// Names of the pods that take new flows at a port of the VIP, as the node's maps have it; `None` while it is
 /// not served.
 pub fn ready_at(cluster: &Cluster, port: u16) -> Result<Option<Vec<String>>> {
