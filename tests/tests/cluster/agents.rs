@@ -1,7 +1,7 @@
 //! Agents and the API come and go: what is served stays as it is.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use ironlb_tests::cluster::{AGENTS, Cluster, ironlb_image, overlay};
@@ -21,6 +21,10 @@ pub const SCENARIOS: &[Scenario] = &[
     (
         "a_download_outlives_agents_that_are_deleted_restarted_and_upgraded",
         a_download_outlives_agents_that_are_deleted_restarted_and_upgraded,
+    ),
+    (
+        "the_capabilities_of_the_overlay_are_enough",
+        the_capabilities_of_the_overlay_are_enough,
     ),
     (
         "a_right_that_is_missing_is_told",
@@ -74,6 +78,7 @@ fn an_outage_of_the_api_changes_nothing(cluster: &mut Cluster) -> Result<()> {
     std::thread::sleep(OUTAGE);
     let during = (maps(cluster), serving_node(cluster)?.metric(age));
     cluster.start_apiserver()?;
+    let back = Instant::now();
     let (during, grown) = (during.0?, during.1?.context("no age of the state")?);
     ensure!(before == during, "maps were\n{before}\nand are\n{during}");
     ensure!(
@@ -88,14 +93,17 @@ fn an_outage_of_the_api_changes_nothing(cluster: &mut Cluster) -> Result<()> {
             .metric(age)?
             .is_some_and(|age| age < 5.0))
     })?;
+    let in_step = back.elapsed();
     cluster.agents_ready()?;
     cluster.kubectl(&["scale", "deployment/web", "--replicas=2", IN[0], IN[1]])?;
     serving(cluster, 2)?;
+    let scaled = back.elapsed();
     download.finish(&sha256)?;
     let requests = clients.stop()?;
     requests.all_served(20 * OUTAGE.as_secs() as usize)?;
     eprintln!(
-        "    {OUTAGE:?} without the API: {} requests and a download, nothing failed; {age} was {grown:.0}",
+        "    {OUTAGE:?} without the API: {} requests and a download, nothing failed; {age} was {grown:.0}; the agent was \
+         in step {in_step:.1?} after the API was back, a second pod was served after {scaled:.1?}",
         requests.0.len()
     );
     Ok(())
@@ -183,6 +191,44 @@ fn a_download_outlives_agents_that_are_deleted_restarted_and_upgraded(
         requests.0.len()
     );
     Ok(())
+}
+
+/// Agents without privileges adopt what privileged ones have loaded, and the other way round.
+fn the_capabilities_of_the_overlay_are_enough(cluster: &mut Cluster) -> Result<()> {
+    begin(cluster)?;
+    Web::default().start(cluster)?;
+    let node = serving_node(cluster)?;
+    let programs = node.maps()?.kernel_objects()?.programs;
+    let clients = clients(cluster, 20);
+    let patch = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../deploy/overlays/capabilities/capabilities.yaml");
+    let patch = format!("--patch-file={}", patch.display());
+    let namespace = ["--namespace", AGENTS];
+    cluster.kubectl(&[&["patch", "daemonset/ironlb", &patch][..], &namespace].concat())?;
+    let limited = (|| {
+        cluster.agents_ready()?;
+        let agent = cluster.agent_on(node)?;
+        let pod = cluster.get(&[&["pod", &agent][..], &namespace].concat())?;
+        let privileged = pod.pointer("/spec/containers/0/securityContext/privileged");
+        ensure!(
+            privileged == Some(&json!(false)),
+            "{agent} is privileged: {privileged:?}"
+        );
+        cluster.kubectl(&["scale", "deployment/web", "--replicas=2", IN[0], IN[1]])?;
+        serving(cluster, 2)?;
+        let now = node.maps()?.kernel_objects()?.programs;
+        ensure!(
+            programs.keys().ne(now.keys()),
+            "the programs are still those of the agent before"
+        );
+        Ok(())
+    })();
+    cluster.kubectl(&[&["rollout", "undo", "daemonset/ironlb"][..], &namespace].concat())?;
+    cluster.agents_ready()?;
+    limited?;
+    cluster.kubectl(&["scale", "deployment/web", "--replicas=3", IN[0], IN[1]])?;
+    serving(cluster, 3)?;
+    clients.stop()?.all_served(20)
 }
 
 /// What the agents may do is no more than they need: without it they say what is missing.
