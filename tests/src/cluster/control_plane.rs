@@ -95,20 +95,7 @@ impl ControlPlane {
             controllers: Vec::new(),
         };
         control_plane.start_apiserver()?;
-        control_plane.controllers = vec![
-            control_plane.component(
-                "kube-controller-manager",
-                &[
-                    control_plane.at("service-account-private-key-file", "tokens.key"),
-                    control_plane.at("root-ca-file", "ca.crt"),
-                    control_plane.at("cert-dir", "certificates"),
-                    "use-service-account-credentials".to_owned(),
-                    "kube-api-qps=200".to_owned(),
-                    "kube-api-burst=400".to_owned(),
-                ],
-            )?,
-            control_plane.component("kube-scheduler", &[])?,
-        ];
+        control_plane.start_controllers()?;
         Ok(control_plane)
     }
 
@@ -150,6 +137,30 @@ impl ControlPlane {
         });
         ready.with_context(|| tail(&apiserver))?;
         self.apiserver = Some(apiserver);
+        Ok(())
+    }
+
+    /// Starts controller manager and scheduler. If they run already, anew: after an outage they would wait for up
+    /// to a minute before they look at the API again.
+    ///
+    /// # Errors
+    /// When they cannot be started.
+    pub(crate) fn start_controllers(&mut self) -> Result<()> {
+        self.controllers.clear();
+        self.controllers = vec![
+            self.component(
+                "kube-controller-manager",
+                &[
+                    self.at("service-account-private-key-file", "tokens.key"),
+                    self.at("root-ca-file", "ca.crt"),
+                    self.at("cert-dir", "certificates"),
+                    "use-service-account-credentials".to_owned(),
+                    "kube-api-qps=200".to_owned(),
+                    "kube-api-burst=400".to_owned(),
+                ],
+            )?,
+            self.component("kube-scheduler", &[])?,
+        ];
         Ok(())
     }
 

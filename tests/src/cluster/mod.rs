@@ -349,12 +349,13 @@ impl Cluster {
         self.control_plane.stop_apiserver()
     }
 
-    /// Starts the API server again; it answers when this returns.
+    /// Starts the API server again, and with it the controllers; it answers when this returns.
     ///
     /// # Errors
     /// When it does not come up in a minute.
     pub fn start_apiserver(&mut self) -> Result<()> {
-        self.control_plane.start_apiserver()
+        self.control_plane.start_apiserver()?;
+        self.control_plane.start_controllers()
     }
 
     /// Leaves the cluster up after this process ends; [`crate::down`] with its tag removes it. Returns

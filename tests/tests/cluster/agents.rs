@@ -1,7 +1,7 @@
 //! Agents and the API come and go: what is served stays as it is.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use ironlb_tests::cluster::{AGENTS, Cluster, ironlb_image, overlay};
@@ -10,7 +10,7 @@ use serde_json::json;
 
 use crate::Scenario;
 use crate::scene::{
-    IN, PATIENCE, Web, begin, clients, curl, serving, serving_node, sha256_of_download,
+    IN, PATIENCE, Web, begin, clients, curl, ready_at, serving, serving_node, sha256_of_download,
 };
 
 pub const SCENARIOS: &[Scenario] = &[
@@ -23,6 +23,10 @@ pub const SCENARIOS: &[Scenario] = &[
         a_download_outlives_agents_that_are_deleted_restarted_and_upgraded,
     ),
     (
+        "the_capabilities_of_the_overlay_are_enough",
+        the_capabilities_of_the_overlay_are_enough,
+    ),
+    (
         "a_right_that_is_missing_is_told",
         a_right_that_is_missing_is_told,
     ),
@@ -33,8 +37,10 @@ pub const SCENARIOS: &[Scenario] = &[
     ),
 ];
 
-/// How long the API is away; a minute's outage is nothing else.
+/// How long the API is away: longer than agents wait before they try again, as a minute is.
 const OUTAGE: Duration = Duration::from_secs(20);
+/// A port that the Service gets after it.
+const NEW_PORT: u16 = 8080;
 
 fn an_outage_of_the_api_changes_nothing(cluster: &mut Cluster) -> Result<()> {
     begin(cluster)?;
@@ -74,6 +80,7 @@ fn an_outage_of_the_api_changes_nothing(cluster: &mut Cluster) -> Result<()> {
     std::thread::sleep(OUTAGE);
     let during = (maps(cluster), serving_node(cluster)?.metric(age));
     cluster.start_apiserver()?;
+    let back = Instant::now();
     let (during, grown) = (during.0?, during.1?.context("no age of the state")?);
     ensure!(before == during, "maps were\n{before}\nand are\n{during}");
     ensure!(
@@ -88,14 +95,21 @@ fn an_outage_of_the_api_changes_nothing(cluster: &mut Cluster) -> Result<()> {
             .metric(age)?
             .is_some_and(|age| age < 5.0))
     })?;
-    cluster.agents_ready()?;
-    cluster.kubectl(&["scale", "deployment/web", "--replicas=2", IN[0], IN[1]])?;
-    serving(cluster, 2)?;
+    // A change that the agent alone must see: Kubernetes' own controllers hesitate for up to a minute.
+    let patch =
+        json!([{"op": "add", "path": "/spec/ports/-", "value": {"name": "new", "port": NEW_PORT}}]);
+    let patch = format!("--patch={patch}");
+    cluster.kubectl(&["patch", "service/web", "--type=json", &patch, IN[0], IN[1]])?;
+    wait_until("the new port is served", PATIENCE, || {
+        Ok(ready_at(cluster, NEW_PORT)?.is_some())
+    })?;
+    let in_step = back.elapsed();
     download.finish(&sha256)?;
     let requests = clients.stop()?;
     requests.all_served(20 * OUTAGE.as_secs() as usize)?;
     eprintln!(
-        "    {OUTAGE:?} without the API: {} requests and a download, nothing failed; {age} was {grown:.0}",
+        "    {OUTAGE:?} without the API: {} requests and a download, nothing failed; {age} was {grown:.0}; a new \
+         port of the Service was in the maps {in_step:.1?} after the API was back",
         requests.0.len()
     );
     Ok(())
@@ -183,6 +197,44 @@ fn a_download_outlives_agents_that_are_deleted_restarted_and_upgraded(
         requests.0.len()
     );
     Ok(())
+}
+
+/// Agents without privileges adopt what privileged ones have loaded, and the other way round.
+fn the_capabilities_of_the_overlay_are_enough(cluster: &mut Cluster) -> Result<()> {
+    begin(cluster)?;
+    Web::default().start(cluster)?;
+    let node = serving_node(cluster)?;
+    let programs = node.maps()?.kernel_objects()?.programs;
+    let clients = clients(cluster, 20);
+    let patch = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../deploy/overlays/capabilities/capabilities.yaml");
+    let patch = format!("--patch-file={}", patch.display());
+    let namespace = ["--namespace", AGENTS];
+    cluster.kubectl(&[&["patch", "daemonset/ironlb", &patch][..], &namespace].concat())?;
+    let limited = (|| {
+        cluster.agents_ready()?;
+        let agent = cluster.agent_on(node)?;
+        let pod = cluster.get(&[&["pod", &agent][..], &namespace].concat())?;
+        let privileged = pod.pointer("/spec/containers/0/securityContext/privileged");
+        ensure!(
+            privileged == Some(&json!(false)),
+            "{agent} is privileged: {privileged:?}"
+        );
+        cluster.kubectl(&["scale", "deployment/web", "--replicas=2", IN[0], IN[1]])?;
+        serving(cluster, 2)?;
+        let now = node.maps()?.kernel_objects()?.programs;
+        ensure!(
+            programs.keys().ne(now.keys()),
+            "the programs are still those of the agent before"
+        );
+        Ok(())
+    })();
+    cluster.kubectl(&[&["rollout", "undo", "daemonset/ironlb"][..], &namespace].concat())?;
+    cluster.agents_ready()?;
+    limited?;
+    cluster.kubectl(&["scale", "deployment/web", "--replicas=3", IN[0], IN[1]])?;
+    serving(cluster, 3)?;
+    clients.stop()?.all_served(20)
 }
 
 /// What the agents may do is no more than they need: without it they say what is missing.

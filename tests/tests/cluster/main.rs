@@ -37,7 +37,7 @@ fn main() -> ExitCode {
     .into_iter()
     .map(|(name, scenario)| {
         let cluster = Arc::clone(&cluster);
-        Trial::test(name, move || run(&cluster, scenario)).with_ignored_flag(true)
+        Trial::test(name, move || run(&cluster, name, scenario)).with_ignored_flag(true)
     })
     .collect();
     let conclusion = libtest_mimic::run(&arguments, trials);
@@ -49,6 +49,7 @@ fn main() -> ExitCode {
 /// Runs a scenario on the cluster, which the first one starts.
 fn run(
     cluster: &Mutex<Option<Cluster>>,
+    name: &str,
     scenario: fn(&mut Cluster) -> Result<()>,
 ) -> Result<(), Failed> {
     // A scenario that panicked has spoilt no more than one that failed.
@@ -59,7 +60,7 @@ fn run(
     };
     let begun = Instant::now();
     let done = scenario(slot.insert(cluster));
-    eprintln!("    after {:.1} s: ", begun.elapsed().as_secs_f64());
+    eprintln!("    {name}: {:.1} s", begun.elapsed().as_secs_f64());
     done.map_err(|error| {
         // Now, and not only after the last scenario.
         let error = format!("{error:#}");

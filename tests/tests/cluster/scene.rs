@@ -199,8 +199,28 @@ pub fn ready_at(cluster: &Cluster, port: u16) -> Result<Option<Vec<String>>> {
 
 /// Waits until so many pods take new flows at [`API_PORT`].
 pub fn serving(cluster: &Cluster, count: usize) -> Result<()> {
-    wait_until(&format!("{count} pods are served"), PATIENCE, || {
+    let waited = wait_until(&format!("{count} pods are served"), PATIENCE, || {
         Ok(ready_at(cluster, API_PORT)?.is_some_and(|ready| ready.len() == count))
+    });
+    waited.with_context(|| {
+        let kinds = "deployments,replicasets,pods,endpointslices";
+        let there = ["get", kinds, "--output", "wide", IN[0], IN[1]];
+        let agents = [
+            "logs",
+            "--selector",
+            "app.kubernetes.io/name=ironlb",
+            "--prefix",
+        ];
+        let agents = [&agents[..], &["--tail=10", "--namespace", AGENTS]].concat();
+        let said = [&there[..], &agents].map(|words| {
+            let said = cluster.kubectl(words);
+            said.unwrap_or_else(|error| format!("{error:#}"))
+        });
+        let held = ready_at(cluster, API_PORT);
+        format!(
+            "the maps hold {held:?}; the API has:\n{}\nagents say:\n{}",
+            said[0], said[1]
+        )
     })
 }
 
