@@ -5,7 +5,8 @@
 
 use aya_ebpf::helpers::{bpf_jiffies64, bpf_ktime_get_boot_ns};
 use lb_common::{
-    Addr, Backend, CLOSING_GUARD, FLOW_CLOSING, Flow, FlowKey, MAX_VIP_PORTS_PER_POD_PORT, PodPort, ServiceKey,
+    Addr, Backend, CLOSING_GUARD, FLOW_CLOSING, Flow, FlowKey, MAX_VIP_PORTS_PER_POD_PORT, PodPort,
+    ServiceKey,
 };
 
 use crate::maps::{LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, TICKS_PER_SECOND, UPLINK, YOUNG};
