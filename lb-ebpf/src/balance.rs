@@ -1,6 +1,6 @@
 //! The forward path: client to VIP, to a pod of this node.
 
-use aya_ebpf::helpers::bpf_jiffies64;
+use aya_ebpf::helpers::{bpf_jiffies64, bpf_ktime_get_boot_ns};
 use core::sync::atomic::{Ordering, compiler_fence};
 use lb_common::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, FLOW_CLAIMED, FLOW_CLOSING, FLOW_REFUSED, Flow,
@@ -175,6 +175,7 @@ fn young<H: Hook>(
     let syn = tcp.flags & (TCP_SYN | TCP_ACK) == TCP_SYN;
     let id = flow.backend;
     let backend = alive(id);
+    let new = syn && flow.state & FLOW_CLOSING != 0;
     if syn {
         // A retransmission must not hop to another backend while this one takes new flows.
         if flow.state & FLOW_REFUSED != 0
@@ -182,6 +183,12 @@ fn young<H: Hook>(
         {
             let _ = YOUNG.remove(key);
             return None;
+        }
+        if new {
+            // The client uses its port again.
+            // SAFETY: a helper without arguments.
+            flow.started = unsafe { bpf_ktime_get_boot_ns() };
+            flow.bytes = 0;
         }
         flow.state = 0;
         flow.client_fin = 0;
@@ -210,8 +217,13 @@ fn young<H: Hook>(
         }
     }
     let service = flow.service;
-    count_in(service, backend_index(id), bytes, false);
-    Some(rewritten(hook, ip, &change, Verdict::Forwarded))
+    count_in(service, backend_index(id), bytes, new);
+    let verdict = if new {
+        Verdict::ForwardedNew
+    } else {
+        Verdict::Forwarded
+    };
+    Some(rewritten(hook, ip, &change, verdict))
 }
 
 /// What becomes of a packet whose backend is gone: a SYN begins anew, the rest is refused.

@@ -324,17 +324,13 @@ impl Agent {
         let uplinks = &self.state.uplinks;
         let attached = self.dataplane.attach(uplinks, &self.tables);
         self.observed.attached(attached.as_ref());
-        let AttachReport {
-            attachments,
-            idle,
-            is_renewed,
-        } = attached?;
+        let AttachReport { attachments, idle } = attached?;
         let notes = attachments.iter().filter_map(|attachment| {
             let note = attachment.note.as_ref()?;
             Some(format!("{}: {note}", attachment.interface))
         });
         self.uplink_notes.tell(notes.chain(idle));
-        if is_renewed || attachments != self.attachments {
+        if attachments != self.attachments {
             self.attachments = attachments;
             self.in_step = false;
         }

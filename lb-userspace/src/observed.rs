@@ -225,9 +225,7 @@ impl Observed {
     pub fn attached(&self, result: Result<&AttachReport, &DataplaneError>) {
         let mut inner = self.inner();
         match result {
-            Ok(AttachReport {
-                attachments, idle, ..
-            }) => {
+            Ok(AttachReport { attachments, idle }) => {
                 inner.attach_failure = None;
                 inner.attachments.clone_from(attachments);
                 inner.idle.clone_from(idle);
@@ -463,7 +461,6 @@ mod tests {
         observed.attached(Ok(&AttachReport {
             attachments: Vec::new(),
             idle: vec!["no interface is called `eth7`".to_owned()],
-            is_renewed: false,
         }));
         assert!(observed.snapshot().ready);
         assert_eq!(

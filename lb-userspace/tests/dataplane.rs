@@ -18,7 +18,7 @@ use ironlb::dataplane::{AttachReport, AttachedMode, Dataplane, DataplaneError, O
 use ironlb::desired::{Announce, Bypass, Mode, Refuse, UplinkSelector, UplinkSpec};
 use ironlb::interfaces::InterfaceError;
 use ironlb::tables::{BackendRow, PortRow, TableSet, VipRow};
-use lb_common::{Addr, LAYOUT_VERSION, Service, ServiceKey, Uplink, Vip, map, program};
+use lb_common::{Addr, LAYOUT_VERSION, Uplink, Vip, map, program};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 /// What names of namespaces and pin roots begin with; the process and the test follow.
@@ -397,22 +397,29 @@ fn an_agent_with_another_root_is_refused_on_the_same_interface_and_told_which() 
 }
 
 #[test]
-fn pins_that_somebody_removed_are_made_again() {
+fn pins_that_somebody_removed_are_there_again_and_nothing_is_lost() {
     let node = Node::new("mend");
     let wanted = tables(&[("ironic-0", 10), ("ironic-1", 11)]);
     node.inside(|| {
         let mut dataplane = node.open();
         let uplinks = [in_subnet(Mode::Native)];
-        let report = dataplane.attach(&uplinks, &wanted).expect("attaches");
-        assert!(!report.is_renewed);
+        dataplane.attach(&uplinks, &wanted).expect("attaches");
         dataplane.apply(&wanted).expect("applies");
-        let served = || {
-            let services: HashMap<MapData, ServiceKey, Service> = node.map(map::SERVICES);
-            let rows = services.iter().map(|row| row.expect("reads").1.count);
-            rows.collect::<Vec<_>>()
+        let objects = || {
+            let maps = map::ALL.map(|name| {
+                let data = MapData::from_pin(node.maps().join(name)).expect("pinned");
+                data.info().expect("info").id()
+            });
+            let links = node.links().into_values();
+            (
+                maps,
+                links
+                    .map(|link| (link.link, link.program))
+                    .collect::<Vec<_>>(),
+            )
         };
-        let before = served();
-        for gone in [&["services"][..], &["", "links", ".."]] {
+        let before = objects();
+        for gone in [&["services"][..], &["links"], &["", "links", ".."]] {
             for path in gone {
                 let path = node.maps().join(path);
                 if !path.is_dir() {
@@ -426,23 +433,29 @@ fn pins_that_somebody_removed_are_made_again() {
                 }
             }
             assert!(!dataplane.is_pinned());
-            // The kernel ends links a moment after their pins; until then their program counts as somebody's.
-            let deadline = Instant::now() + Duration::from_secs(10);
-            let report = loop {
-                match dataplane.attach(&uplinks, &wanted) {
-                    Ok(report) => break report,
-                    Err(error) => assert!(Instant::now() < deadline, "{error}"),
-                }
-                thread::sleep(Duration::from_millis(10));
-            };
-            assert!(report.is_renewed);
-            dataplane.apply(&wanted).expect("applies");
+            dataplane.attach(&uplinks, &wanted).expect("attaches");
             assert!(dataplane.is_pinned());
-            assert_eq!(served(), before);
-            assert_eq!(node.links().len(), 2);
-            let report = dataplane.attach(&uplinks, &wanted).expect("attaches");
-            assert!(!report.is_renewed);
+            assert_eq!(
+                objects(),
+                before,
+                "the same maps and links as ever, flows included"
+            );
+            let applied = dataplane.apply(&wanted).expect("applies");
+            assert_eq!(applied.writes, 0);
         }
+        // The root itself, as `rm -rf` does it.
+        for directory in [node.maps().join("links"), node.maps(), node.bpffs.clone()] {
+            for entry in fs::read_dir(&directory).expect("lists").flatten() {
+                fs::remove_file(entry.path()).expect("removes");
+            }
+            fs::remove_dir(&directory).expect("removes");
+        }
+        dataplane.attach(&uplinks, &wanted).expect("attaches");
+        assert_eq!(objects(), before);
+        assert!(matches!(
+            Dataplane::open(&node.options()),
+            Err(DataplaneError::Locked { .. })
+        ));
     });
 }
 

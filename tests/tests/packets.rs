@@ -252,6 +252,26 @@ fn counters_tell_packets_and_bytes_of_port_and_backend() {
 }
 
 #[test]
+fn a_client_port_that_is_used_again_is_another_flow() {
+    for name in FORWARD {
+        let mut engine = engine();
+        let pod = establish(&mut engine, name, INSTANCE);
+        let first = living(&mut engine, INSTANCE).expect("living");
+        let reset = tcp(pod, (CLIENT, PORT), TCP_RST, b"");
+        run(&mut engine, program::EGRESS, &reset, Verdict::Replied);
+        let syn = to_vip(INSTANCE, TCP_SYN);
+        run(&mut engine, name, &syn, Verdict::ForwardedNew);
+        // A retransmission is not another one.
+        run(&mut engine, name, &syn, Verdict::Forwarded);
+        let second = young(&mut engine, INSTANCE).expect("young");
+        assert!(second.started > first.started);
+        assert_eq!(second.bytes, 2 * syn.len() as u64);
+        let port = engine.traffic(map::PORT_STATS, 2).expect("reads");
+        assert_eq!(port.flows, 2);
+    }
+}
+
+#[test]
 fn rewrites_keep_checksums_right_for_odd_lengths_and_extreme_sums() {
     for name in FORWARD {
         let mut engine = engine();
@@ -525,7 +545,7 @@ fn a_fin_before_the_pods_first_segment_counts() {
 }
 
 fn establish_again(engine: &mut Engine, name: &str) {
-    let syn = run(engine, name, &to_vip(API, TCP_SYN), Verdict::Forwarded);
+    let syn = run(engine, name, &to_vip(API, TCP_SYN), Verdict::ForwardedNew);
     let pod = ends(&syn.frame).1;
     run(
         engine,

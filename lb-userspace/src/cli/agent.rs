@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use clap::ValueEnum;
 use lb_common::{DEFAULT_LIVING_FLOWS, DEFAULT_YOUNG_FLOWS};
+use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::{EnvFilter, reload};
 
 use crate::agent::{self, Kubernetes, Options};
@@ -136,6 +137,16 @@ impl<S> LogFilter for Reloadable<S> {
 const QUIET: &str = "kube_client=off";
 
 fn parse_filter(text: &str) -> anyhow::Result<EnvFilter> {
+    // The parser takes a misspelt level for the name of a module, and would then log nothing else.
+    for part in text.split(',') {
+        let level = part.rsplit_once('=').map_or(part, |(_, level)| level);
+        let level = level.trim();
+        if level.is_empty() || level.parse::<LevelFilter>().is_err() {
+            bail!(
+                "`{part}` is not a log level: off, error, warn, info, debug or trace, or MODULE=LEVEL; several by comma"
+            );
+        }
+    }
     EnvFilter::try_new(format!("{QUIET},{text}"))
         .with_context(|| format!("`{text}` is not a log level or filter"))
 }
@@ -196,4 +207,27 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
         log,
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_misspelt_level_is_no_module() {
+        for good in ["info", "OFF", "warn,ironlb=trace", "ironlb::plan=debug"] {
+            assert!(parse_filter(good).is_ok(), "{good}");
+        }
+        for bad in [
+            "inof",
+            "bogus=",
+            "info,",
+            "",
+            "ironlb=verbose",
+            "ironlb::plan",
+        ] {
+            let text = parse_filter(bad).expect_err(bad).to_string();
+            assert!(text.contains("is not a log level: off, error"), "{text}");
+        }
+    }
 }

@@ -179,11 +179,7 @@ fn row(flow: &FlowView) -> [String; 10] {
         ago(flow.age_seconds),
         ago(flow.idle_seconds),
         bytes(flow.bytes_in),
-        match flow.state {
-            FlowState::Living => bytes(flow.bytes_out),
-            // Replies are counted with the entry that only a living flow has.
-            FlowState::Young | FlowState::Closing | FlowState::Refused => "-".to_owned(),
-        },
+        flow.bytes_out.map_or_else(|| "-".to_owned(), bytes),
         flow.interface.clone(),
     ]
 }
@@ -209,7 +205,7 @@ mod tests {
             age_seconds: 7200.0,
             idle_seconds,
             bytes_in: 0,
-            bytes_out: 0,
+            bytes_out: None,
             interface: "eth1".into(),
             last_hop: String::new(),
         };

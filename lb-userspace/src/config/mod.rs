@@ -301,6 +301,12 @@ fn structure(text: &str) -> Result<schema::File, Problem> {
             Error::MultipleDocuments { .. } => "a second document (`---`); only one is read".into(),
             Error::InvalidScalar { ty: "boolean", .. } => "not `true` or `false`".into(),
             Error::InvalidScalar { .. } => "not a whole number".into(),
+            Error::Unexpected { expected, .. } if expected.contains("mapping start") => {
+                "keys with values (`key: value`) belong here".into()
+            }
+            Error::Unexpected { expected, .. } if expected.contains("sequence start") => {
+                "a list (`- entry`, or `[entry, entry]`) belongs here".into()
+            }
             other => UserMessageFormatter.format_message(other),
         };
         let mut problem = Problem::new(at, path_of(&track.path()), message);

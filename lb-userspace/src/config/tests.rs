@@ -199,6 +199,11 @@ fn each_mistake_is_one_message_with_its_place() {
             "port: 6385}]\n---\nuplinks: []\n",
             "22:1: a second document",
         ),
+        (
+            "uplinks:\n",
+            "peers: []\nuplinks:\n",
+            "2:8: peers: keys with values (`key: value`) belong here",
+        ),
         // Values.
         (
             "ironlb.dev/v1",

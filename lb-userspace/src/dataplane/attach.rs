@@ -84,7 +84,7 @@ pub(super) struct Target<'a> {
 }
 
 /// What this process has attached to an interface.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) struct Attached {
     /// What was asked for.
     wanted: Option<Mode>,
@@ -94,7 +94,21 @@ pub(super) struct Attached {
     reason: Option<String>,
     /// Program ids by hook.
     programs: BTreeMap<Hook, u32>,
+    /// The pinned links of those that have one, so that they outlive their pins as long as this process lives.
+    links: BTreeMap<Hook, FdLink>,
 }
+
+impl Attached {
+    fn add(&mut self, hook: Hook, (program, link): New) {
+        self.programs.insert(hook, program);
+        if let Some(link) = link {
+            self.links.insert(hook, link);
+        }
+    }
+}
+
+/// What attaching made or adopted: a program by its id, and its link where it has one (clsact filters do not).
+type New = (u32, Option<FdLink>);
 
 /// Attaches and remembers what is attached.
 #[derive(Debug, Default)]
@@ -130,30 +144,62 @@ impl Attacher {
             let note = notes(known, target.port)?;
             return Ok((known.mode, note));
         }
+        // Its links have pins, so they stay; a link that must go must not be held here.
+        self.attached.remove(&ifindex);
         let mut object = loader()?;
-        let mut programs = BTreeMap::new();
-        let egress = attach_tc(pins, &mut object, target.port, Hook::Egress)?;
-        programs.insert(Hook::Egress, egress);
-        let (mode, reason) = match target.mode {
-            None => (AttachedMode::Egress, None),
-            Some(wanted) => forward(pins, &mut object, target.port, wanted, &mut programs)?,
+        let mut attached = Attached {
+            wanted: target.mode,
+            mode: AttachedMode::Egress,
+            reason: None,
+            programs: BTreeMap::new(),
+            links: BTreeMap::new(),
         };
+        attached.add(
+            Hook::Egress,
+            attach_tc(pins, &mut object, target.port, Hook::Egress)?,
+        );
+        if let Some(wanted) = target.mode {
+            forward(pins, &mut object, target.port, wanted, &mut attached)?;
+        }
+        let mode = attached.mode;
         switch(mode)?;
         for hook in [Hook::Xdp, Hook::Ingress] {
-            if !programs.contains_key(&hook) {
+            if !attached.programs.contains_key(&hook) {
                 remove(pins, hook, ifindex, &target.port.name)?;
             }
         }
-        let attached = Attached {
-            wanted: target.mode,
-            mode,
-            reason,
-            programs,
-        };
         let note = notes(&attached, target.port)?;
         info!(interface = target.port.name, ?mode, note, "attached");
         self.attached.insert(ifindex, attached);
         Ok((mode, note))
+    }
+
+    /// Whether every link has its pin.
+    pub(super) fn is_pinned(&self, pins: &Pins) -> bool {
+        let links = self.attached.iter();
+        let mut links = links.flat_map(|(ifindex, attached)| {
+            attached.links.keys().map(|hook| pins.link(*hook, *ifindex))
+        });
+        links.all(|path| path.exists())
+    }
+
+    /// Pins links that have lost their pins.
+    pub(super) fn pin_again(&mut self, pins: &Pins) -> Result<(), DataplaneError> {
+        for (ifindex, attached) in &mut self.attached {
+            for hook in [Hook::Egress, Hook::Xdp, Hook::Ingress] {
+                let path = pins.link(hook, *ifindex);
+                if path.exists() {
+                    continue;
+                }
+                if let Some(link) = attached.links.remove(&hook) {
+                    let pinned = link.pin(&path).map_err(|error| {
+                        DataplaneError::pins("pin", &path, io::Error::other(chain(&error)))
+                    })?;
+                    attached.links.insert(hook, pinned.into());
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Forgets an interface and removes its links, the forward path first.
@@ -194,8 +240,8 @@ fn forward(
     object: &mut Ebpf,
     port: &Interface,
     wanted: Mode,
-    programs: &mut BTreeMap<Hook, u32>,
-) -> Result<(AttachedMode, Option<String>), DataplaneError> {
+    attached: &mut Attached,
+) -> Result<(), DataplaneError> {
     let reason = match wanted {
         Mode::Tc => None,
         // Local senders leave the checksum unfinished on these; XDP sees the packet before anybody
@@ -212,9 +258,10 @@ fn forward(
             })
         }
         Mode::Auto | Mode::Native => match attach_xdp(pins, object, port)? {
-            Ok(id) => {
-                programs.insert(Hook::Xdp, id);
-                return Ok((AttachedMode::Native, None));
+            Ok(new) => {
+                attached.add(Hook::Xdp, new);
+                attached.mode = AttachedMode::Native;
+                return Ok(());
             }
             Err(NotNative {
                 reason,
@@ -242,9 +289,10 @@ fn forward(
             }
         },
     };
-    let id = attach_tc(pins, object, port, Hook::Ingress)?;
-    programs.insert(Hook::Ingress, id);
-    Ok((AttachedMode::Tc, reason))
+    attached.add(Hook::Ingress, attach_tc(pins, object, port, Hook::Ingress)?);
+    attached.mode = AttachedMode::Tc;
+    attached.reason = reason;
+    Ok(())
 }
 
 /// A pinned link of ours, and the id of its program.
@@ -266,7 +314,7 @@ fn attach_xdp(
     pins: &Pins,
     object: &mut Ebpf,
     port: &Interface,
-) -> Result<Result<u32, NotNative>, DataplaneError> {
+) -> Result<Result<New, NotNative>, DataplaneError> {
     let has_frags = KernelVersion::current().is_ok_and(|version| version >= FRAGS_SINCE);
     let name = if has_frags {
         program::XDP
@@ -298,9 +346,9 @@ fn attach_xdp(
             .and_then(|link| xdp.attach_to_link(link).map_err(|error| failed(&error)));
         match updated {
             Ok(id) => {
-                // The pin keeps the link; the descriptor may go.
-                drop(xdp.take_link(id).map_err(|error| failed(&error))?);
-                return Ok(Ok(program_id(xdp, name)?));
+                let link = xdp.take_link(id).map_err(|error| failed(&error))?;
+                let link = FdLink::try_from(link).map_err(|error| failed(&error))?;
+                return Ok(Ok((program_id(xdp, name)?, Some(link))));
             }
             Err(error) => {
                 warn!(interface = port.name, %error, "the pinned XDP link cannot be updated; for a moment nothing is attached");
@@ -321,8 +369,8 @@ fn attach_xdp(
         let error = io::Error::from(rustix::io::Errno::INVAL);
         return Ok(Err(words(port, error.raw_os_error(), &error.to_string())));
     };
-    link.pin(&pin).map_err(|error| failed(&error))?;
-    Ok(Ok(program_id(xdp, name)?))
+    let link = link.pin(&pin).map_err(|error| failed(&error))?;
+    Ok(Ok((program_id(xdp, name)?, Some(link.into()))))
 }
 
 /// Adopts or makes the TC attachment of a direction.
@@ -331,7 +379,7 @@ fn attach_tc(
     object: &mut Ebpf,
     port: &Interface,
     hook: Hook,
-) -> Result<u32, DataplaneError> {
+) -> Result<New, DataplaneError> {
     let (name, direction) = hook.tc();
     let failed = |error: &dyn std::error::Error| DataplaneError::Attach {
         program: name,
@@ -342,7 +390,7 @@ fn attach_tc(
     tc.load().map_err(|error| load_error(name, &error))?;
     if !has_tcx() {
         attach_clsact(tc, port, direction).map_err(|error| failed(&error))?;
-        return program_id(tc, name);
+        return Ok((program_id(tc, name)?, None));
     }
     let old = pinned_link(pins, hook, port, |id| {
         let attached = tcx_programs(port, direction).map_err(|error| failed(&error))?;
@@ -354,8 +402,9 @@ fn attach_tc(
             .and_then(|link| tc.attach_to_link(link).map_err(|error| failed(&error)));
         match updated {
             Ok(id) => {
-                drop(tc.take_link(id).map_err(|error| failed(&error))?);
-                return program_id(tc, name);
+                let link = tc.take_link(id).map_err(|error| failed(&error))?;
+                let link = FdLink::try_from(link).map_err(|error| failed(&error))?;
+                return Ok((program_id(tc, name)?, Some(link)));
             }
             Err(error) => {
                 warn!(interface = port.name, hook = hook.name(), %error, "the pinned link cannot be updated; for a moment nothing is attached");
@@ -378,9 +427,10 @@ fn attach_tc(
         .map_err(|error| failed(&error))?;
     let link = tc.take_link(id).map_err(|error| failed(&error))?;
     let link = FdLink::try_from(link).map_err(|error| failed(&error))?;
-    link.pin(pins.link(hook, port.index))
+    let link = link
+        .pin(pins.link(hook, port.index))
         .map_err(|error| failed(&error))?;
-    program_id(tc, name)
+    Ok((program_id(tc, name)?, Some(link.into())))
 }
 
 /// Below Linux 6.6: a filter at a place of our own, replaced where it is there already.

@@ -21,7 +21,7 @@ pub enum DataplaneError {
     },
     /// Another agent has the lock.
     #[error(
-        "another agent ({}) manages {path}: stop it first, or give this one a root of its own with --bpffs",
+        "an agent ({}) manages {path}: stop it first",
         pid.map_or_else(|| "its process id is not visible from here".to_owned(), |pid| format!("process {pid}"))
     )]
     Locked {
@@ -44,7 +44,7 @@ pub enum DataplaneError {
     /// Programs of another pin root are on the interface.
     #[error(
         "{interface} already runs `{program}` (program {id}) of another ironlb{}: two would handle every packet twice; \
-         end that one with `ironlb unload{}`, or use its root",
+         stop its agent and end it with `ironlb unload{}`, or use its root",
         root.as_ref().map_or_else(String::new, |root| format!(", pinned below {}", root.display())),
         root.as_ref().map_or_else(|| " --bpffs ROOT".to_owned(), |root| format!(" --bpffs {}", root.display()))
     )]

@@ -25,6 +25,16 @@ where
         .map_err(|source| DataplaneError::map("open", name, source))
 }
 
+/// Every pinned map, by name: who holds them can pin them again.
+pub(super) fn all(dir: &Path) -> Result<Vec<(&'static str, MapData)>, DataplaneError> {
+    let open = |name: &&'static str| {
+        let data = MapData::from_pin(dir.join(name));
+        data.map(|data| (*name, data))
+            .map_err(|source| DataplaneError::map("open", name, source))
+    };
+    map::ALL.iter().map(open).collect()
+}
+
 /// The process that wrote `control` last, whether it lives or not.
 pub(super) fn agent_pid(root: &Path) -> Option<u32> {
     let control: Array<MapData, Control> = pinned(&pins::layout_dir(root), map::CONTROL).ok()?;

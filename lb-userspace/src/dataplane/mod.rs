@@ -11,17 +11,19 @@ pub mod read;
 mod rows;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use aya::maps::MapData;
 use aya::programs::TcAttachType;
 use lb_common::{
     Addr, Control, MAX_BYPASS_UDP, MODE_NATIVE, MODE_NONE, MODE_TC, UPLINK_BYPASS_DROP,
     UPLINK_FORWARD, UPLINK_TRANSMIT_BY_REDIRECT, Uplink, program, to_name,
 };
 use rustix::time::{ClockId, clock_getres, clock_gettime};
-use tracing::error;
+use tracing::warn;
 
 use crate::desired::{Announce, Bypass, UplinkSelector, UplinkSpec};
 use crate::interfaces::{self, Host, Interface, Place};
@@ -131,8 +133,6 @@ pub struct AttachReport {
     pub attachments: Vec<Attachment>,
     /// One sentence for every uplink that no interface of this node matches now; the next call tries again.
     pub idle: Vec<String>,
-    /// The maps had to be made again: [`Dataplane::apply`] is due.
-    pub is_renewed: bool,
 }
 
 /// What [`Dataplane::apply`] did.
@@ -165,14 +165,14 @@ pub struct Dataplane {
     leaving: Leaving,
     /// What [`Self::apply`] was last given.
     tables: Option<TableSet>,
-    /// Pins were lost and made again, and nothing has been written since.
-    is_renewed: bool,
 }
 
 /// The maps with a copy of what they hold.
 struct Held {
     maps: Maps,
     rows: Rows,
+    /// All of them, flows too, so that they outlive their pins as long as this process lives.
+    all: Vec<(&'static str, MapData)>,
 }
 
 impl std::fmt::Debug for Held {
@@ -189,7 +189,8 @@ impl Held {
         Loader::new(pins, options, &ticks).load(0)?;
         let maps = Maps::open(&pins.dir())?;
         let rows = maps.rows()?;
-        let mut held = Self { maps, rows };
+        let all = maps::all(&pins.dir())?;
+        let mut held = Self { maps, rows, all };
         let control = Control {
             refusals_per_second: REFUSALS_PER_SECOND,
             agent_pid: std::process::id(),
@@ -199,6 +200,19 @@ impl Held {
         };
         held.write(&Write::Control(Box::new(control)))?;
         Ok(held)
+    }
+
+    /// Pins what is not.
+    fn pin_again(&self, dir: &Path) -> Result<(), DataplaneError> {
+        for (name, map) in &self.all {
+            let path = dir.join(name);
+            if !path.exists() {
+                map.pin(&path).map_err(|error| {
+                    DataplaneError::pins("pin", &path, io::Error::other(error::chain(&error)))
+                })?;
+            }
+        }
+        Ok(())
     }
 
     fn write(&mut self, write: &Write) -> Result<(), DataplaneError> {
@@ -262,38 +276,26 @@ impl Dataplane {
             incomplete: true,
             leaving: Leaving::new(),
             tables: None,
-            is_renewed: false,
         })
     }
 
     /// Whether all is pinned that goes on serving when this process ends.
     pub fn is_pinned(&self) -> bool {
-        let links = self.pins.links().unwrap_or_default();
-        let is_linked = |row: &Uplink| {
-            let mut links = links.iter();
-            row.ifindex == 0 || links.any(|(_, ifindex)| *ifindex == row.ifindex)
-        };
-        self.pins.are_whole()
-            && (!attach::has_tcx() || self.held.rows.uplinks.iter().all(is_linked))
+        self.pins.are_whole() && self.attacher.is_pinned(&self.pins)
     }
 
-    /// Makes again what somebody removed from the bpffs. Flows are lost with it: their table lives as long
-    /// as a program or a pin holds it.
+    /// Pins again what somebody removed from the bpffs: maps and links live on as long as this process holds them.
     fn mend(&mut self) -> Result<(), DataplaneError> {
-        if self.pins.are_whole() {
+        if self.pins.are_whole() && self.attacher.is_pinned(&self.pins) {
             return Ok(());
         }
         self.pins.renew()?;
-        error!(
+        self.held.pin_again(&self.pins.dir())?;
+        self.attacher.pin_again(&self.pins)?;
+        warn!(
             root = %self.options.bpffs.display(),
-            "somebody removed pins of ironlb: they are made again; flows whose entries were lost are chosen for anew"
+            "somebody removed pins of ironlb; they are there again, and nothing was lost"
         );
-        self.held = Held::open(&self.pins, &self.options, self.ticks)?;
-        // Its programs use the maps that are lost.
-        self.attacher = Attacher::default();
-        self.leaving.clear();
-        self.tables = None;
-        self.is_renewed = true;
         Ok(())
     }
 
@@ -309,10 +311,7 @@ impl Dataplane {
         let host = Host::read()?;
         check_vips(&host, tables)?;
         self.mend()?;
-        let mut report = AttachReport {
-            is_renewed: self.is_renewed,
-            ..AttachReport::default()
-        };
+        let mut report = AttachReport::default();
         let mut failed = None;
         let mut wanted: BTreeMap<u32, Wanted<'_>> = BTreeMap::new();
         let mut want = |place: Place, spec| {
@@ -431,7 +430,6 @@ impl Dataplane {
         };
         self.held.write(&Write::Control(Box::new(control)))?;
         self.tables = Some(tables.clone());
-        self.is_renewed = false;
         Ok(applied)
     }
 

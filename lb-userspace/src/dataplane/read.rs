@@ -193,8 +193,8 @@ pub struct FlowView {
     pub idle_seconds: f64,
     /// Bytes from the client (frames).
     pub bytes_in: u64,
-    /// Bytes to the client (frames).
-    pub bytes_out: u64,
+    /// Bytes to the client; they are counted with the entry that only a living flow has.
+    pub bytes_out: Option<u64>,
     /// Interface on which the client's packets arrive.
     pub interface: String,
     /// MAC they come from.
@@ -473,7 +473,7 @@ impl Reader {
                     age_seconds: clock.since_boot_time(flow.started),
                     idle_seconds: clock.since_jiffies(last_seen),
                     bytes_in: flow.bytes,
-                    bytes_out: reply.map_or(0, |reply| reply.bytes),
+                    bytes_out: reply.map(|reply| reply.bytes),
                     interface: interface(&uplinks, flow.uplink.into()),
                     last_hop: mac(&flow.last_hop),
                 };
