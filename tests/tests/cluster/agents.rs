@@ -37,15 +37,15 @@ pub const SCENARIOS: &[Scenario] = &[
     ),
 ];
 
-/// How long the API is away: longer than agents wait before they try again, as a minute is.
-const OUTAGE: Duration = Duration::from_secs(20);
+/// How long the API is away.
+const OUTAGE: Duration = Duration::from_secs(60);
 /// A port that the Service gets after it.
 const NEW_PORT: u16 = 8080;
 
 fn an_outage_of_the_api_changes_nothing(cluster: &mut Cluster) -> Result<()> {
     begin(cluster)?;
     let web = Web {
-        download_mib: 64,
+        download_mib: 192,
         replicas: 1,
         ..Web::default()
     };
@@ -75,7 +75,7 @@ fn an_outage_of_the_api_changes_nothing(cluster: &mut Cluster) -> Result<()> {
     // Longer than the outage.
     let url = format!("http://{VIP}:{API_PORT}/download?rate=2m");
     let host = &cluster.hosts[0].namespace;
-    let mut download = Download::start(host, &url, &[], Duration::from_secs(120))?;
+    let mut download = Download::start(host, &url, &[], Duration::from_secs(240))?;
     cluster.stop_apiserver()?;
     std::thread::sleep(OUTAGE);
     let during = (maps(cluster), serving_node(cluster)?.metric(age));
