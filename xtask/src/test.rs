@@ -66,6 +66,20 @@ pub fn run(Options { cluster, filter }: Options) -> Result<()> {
     on_cluster(filter)
 }
 
+/// Whether Kubernetes has been built here already.
+///
+/// # Errors
+/// When cargo does not tell where it builds.
+pub fn is_cluster_built() -> Result<bool> {
+    let entries = std::fs::read_dir(target_directory()?.join("../cluster"));
+    let mut names = entries
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.file_name());
+    Ok(names.any(|name| name.as_encoded_bytes().starts_with(b"bin-")))
+}
+
 /// Runs the tests on a real Kubernetes.
 ///
 /// # Errors
