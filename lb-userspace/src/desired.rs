@@ -171,6 +171,8 @@ pub struct BackendSpec {
 pub struct ServiceSpec {
     /// Name, `namespace/name` in Kubernetes.
     pub name: String,
+    /// Of what there is not enough for all, lower ones get theirs first: the older ones, in Kubernetes.
+    pub precedence: u32,
     /// Its VIP.
     pub vip: IpAddr,
     /// Ports.

@@ -5,7 +5,7 @@
 
 use std::cmp::Ordering;
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::mem::discriminant;
 use std::net::IpAddr;
 
@@ -187,12 +187,15 @@ pub fn plan(state: &DesiredState, health: &Health) -> (TableSet, Vec<Warning>) {
 struct Planner {
     tables: TableSet,
     warnings: Vec<Warning>,
+    /// Of services, by name.
+    precedence: HashMap<String, u32>,
 }
 
 impl Planner {
     fn service(&mut self, service: &ServiceSpec, health: &Health) {
         let ServiceSpec {
             name,
+            precedence,
             vip,
             ports,
             instance_ports,
@@ -200,6 +203,7 @@ impl Planner {
             health: _,
             backends,
         } = service;
+        self.precedence.insert(name.clone(), *precedence);
         if !self.tables.vips.contains_key(vip) {
             self.warnings.push(Warning::UnknownVip {
                 service: name.clone(),
@@ -289,11 +293,25 @@ impl Planner {
         }
     }
 
-    /// The reply path tries the VIP ports of a pod port one by one, so their number is bounded: in the
-    /// order of VIP and port, the later ones lose that backend.
+    /// VIP ports in the order in which they get what there is not enough of: by their services' precedence, so that
+    /// who has it keeps it, then by VIP and port.
+    fn by_precedence(&self) -> Vec<(IpAddr, u16)> {
+        let ports = self.tables.ports.iter();
+        let mut ports: Vec<_> = ports
+            .map(|(&place, row)| (self.precedence.get(&row.service).copied(), place))
+            .collect();
+        ports.sort_unstable();
+        ports.into_iter().map(|(_, place)| place).collect()
+    }
+
+    /// The reply path tries the VIP ports of a pod port one by one, so their number is bounded: the later
+    /// ones lose that backend.
     fn limit_vip_ports_per_pod_port(&mut self) {
         let mut leading: BTreeMap<(IpAddr, u16), usize> = BTreeMap::new();
-        for (&(vip, port), row) in &mut self.tables.ports {
+        for (vip, port) in self.by_precedence() {
+            let Some(row) = self.tables.ports.get_mut(&(vip, port)) else {
+                continue;
+            };
             let service = &row.service;
             row.backends.retain(|backend| {
                 let count = leading.entry((backend.address, backend.port)).or_default();
@@ -314,24 +332,26 @@ impl Planner {
         }
     }
 
-    /// Ports beyond the size of the maps are not served, in the order of VIP and port.
+    /// Ports beyond the size of the maps are not served.
     fn limit_tables(&mut self) {
         let (mut ports, mut backends) = (0, 0);
-        self.tables.ports.retain(|&(vip, port), row| {
-            let fits = ports < MAX_PORTS as usize
-                && backends + row.backends.len() <= MAX_BACKENDS as usize;
-            if fits {
+        for (vip, port) in self.by_precedence() {
+            let Some(row) = self.tables.ports.get(&(vip, port)) else {
+                continue;
+            };
+            let count = row.backends.len();
+            if ports < MAX_PORTS as usize && backends + count <= MAX_BACKENDS as usize {
                 ports += 1;
-                backends += row.backends.len();
+                backends += count;
             } else {
                 self.warnings.push(Warning::TablesFull {
                     service: row.service.clone(),
                     vip,
                     port,
                 });
+                self.tables.ports.remove(&(vip, port));
             }
-            fits
-        });
+        }
     }
 }
 

@@ -96,6 +96,7 @@ fn every_key_of_the_format_arrives_in_the_desired_state() {
     assert_eq!(
         state.services[0],
         ServiceSpec {
+            precedence: 0,
             name: "ironic".into(),
             vip: ip("172.22.0.2"),
             ports: vec![

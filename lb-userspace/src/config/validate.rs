@@ -574,6 +574,7 @@ impl Checker {
             .and_then(|health| self.health(&format!("{path}.health"), health));
         let backends = self.backends(path, &ranges, backends);
         Some(ServiceSpec {
+            precedence: 0,
             name: name.value.clone(),
             vip: address?,
             ports,

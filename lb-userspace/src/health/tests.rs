@@ -21,6 +21,7 @@ fn checked(port: u16, fail: u32, addresses: &[IpAddr]) -> DesiredState {
     };
     DesiredState {
         services: vec![ServiceSpec {
+            precedence: 0,
             name: "ironic".into(),
             vip: [172, 22, 0, 2].into(),
             ports: vec![],

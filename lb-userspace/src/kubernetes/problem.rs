@@ -129,6 +129,22 @@ pub enum Problem {
          `kubernetes: {{endpointsWithoutPods: true}}` in the agent's configuration allows them"
     )]
     EndpointWithoutPod,
+    /// Hand-made endpoints that claim to be a pod's.
+    #[error(
+        "endpoint {address} is not used: it names pod {pod}, which has another address or name, or is in another namespace"
+    )]
+    EndpointOfOtherPod {
+        /// The endpoint.
+        address: IpAddr,
+        /// The pod's name.
+        pod: String,
+    },
+    /// A named port that no pod has.
+    #[error("port `{port}` leads nowhere: none of its pods has its targetPort")]
+    NoTargetPort {
+        /// The port's name.
+        port: String,
+    },
     /// An endpoint that would lead back to us.
     #[error("an endpoint has the address of the VIP {vip}; it is not used")]
     EndpointIsVip {
@@ -200,7 +216,10 @@ impl Problem {
             Self::BadSlots { .. } => "BadInstanceSlots",
             Self::SlotTaken { .. } => "InstanceSlotTaken",
             Self::SlotOutOfRange { .. } | Self::SlotsExhausted { .. } => "InstancePortsExhausted",
-            Self::EndpointWithoutPod | Self::EndpointIsVip { .. } => "EndpointNotAllowed",
+            Self::EndpointWithoutPod
+            | Self::EndpointOfOtherPod { .. }
+            | Self::EndpointIsVip { .. } => "EndpointNotAllowed",
+            Self::NoTargetPort { .. } => "NoTargetPort",
             Self::OtherNode { .. } => "EndpointOnOtherNode",
             Self::HostPortClash { .. } => "HostPortClash",
             Self::EndpointsUnused | Self::TooManyVipPorts { .. } | Self::TablesFull { .. } => {

@@ -87,7 +87,8 @@ impl Translation {
         let is_here = |vip: &IpAddr| self.is_effective_on(vip, node);
         let mut state = self.config.state.clone();
         state.vips.retain(|vip| is_here(&vip.address));
-        for served in &self.served {
+        let served = self.served.iter().filter(|served| !served.vips.is_empty());
+        for (served, precedence) in served.zip(0..) {
             let backends = || {
                 let on = |(at, backend): &(Option<String>, BackendSpec)| {
                     at.as_deref()
@@ -99,6 +100,7 @@ impl Translation {
             for (vip, ports) in served.vips.iter().filter(|(vip, _)| is_here(vip)) {
                 state.services.push(ServiceSpec {
                     name: served.name.clone(),
+                    precedence,
                     vip: *vip,
                     ports: ports.shared.clone(),
                     instance_ports: ports.instance.clone(),
@@ -372,7 +374,14 @@ impl<'a> Candidate<'a> {
         }
         let publish_not_ready = spec.publish_not_ready_addresses.unwrap_or(false);
         let mut endpoints = endpoints::gather(slices.iter().copied(), publish_not_ready);
-        self.refuse_endpoints(config, &mut endpoints);
+        self.refuse_endpoints(config, &mut endpoints, pods);
+        for port in &ports {
+            let has = |endpoint: &Endpoint| endpoint.ports.contains_key(&port.slice_name);
+            if !endpoints.is_empty() && !endpoints.values().any(has) {
+                let port = port.spec.name.clone();
+                self.complain(Problem::NoTargetPort { port });
+            }
+        }
         self.tell_of_other_nodes(config, &endpoints);
         self.tell_of_host_ports(&vips, &endpoints, pods);
         let slots = self.slots(&groups, &endpoints, pods);
@@ -398,7 +407,12 @@ impl<'a> Candidate<'a> {
             (endpoint.node, backend)
         });
         let backends = backends.collect();
-        self.outcome.vips = vips.keys().copied().collect();
+        // A Service's status makes kube-proxy take all of its ports at that address from the cluster's own pods, also
+        // those that are another's.
+        let whole = vips
+            .iter()
+            .filter(|(_, has)| has.shared.len() == ports.len());
+        self.outcome.vips = whole.map(|(vip, _)| *vip).collect();
         let served = Served {
             name: self.key.clone(),
             client_affinity: spec.session_affinity.as_deref() == Some("ClientIP"),
@@ -524,17 +538,34 @@ impl<'a> Candidate<'a> {
         &mut self,
         config: &ClusterConfig,
         endpoints: &mut BTreeMap<IpAddr, Endpoint>,
+        pods: &HashMap<&str, &Pod>,
     ) {
         endpoints.retain(|address, endpoint| {
             if config.policies.contains_key(address) {
                 self.complain(Problem::EndpointIsVip { vip: *address });
                 return false;
             }
-            let is_allowed = endpoint.pod.is_some() || config.endpoints_without_pods;
-            if !is_allowed {
-                self.complain(Problem::EndpointWithoutPod);
+            if config.endpoints_without_pods {
+                return true;
             }
-            is_allowed
+            let Some((name, uid)) = &endpoint.pod else {
+                self.complain(Problem::EndpointWithoutPod);
+                return false;
+            };
+            // One that is not known yet may be in a moment; if there is no such pod, nothing is lost.
+            let Some(pod) = pods.get(&**uid) else {
+                return false;
+            };
+            let is_its_own = pod.metadata.name.as_ref() == Some(name)
+                && pod.metadata.namespace.as_deref() == Some(self.namespace)
+                && addresses_of(pod).any(|own| own == *address);
+            if !is_its_own {
+                self.complain(Problem::EndpointOfOtherPod {
+                    address: *address,
+                    pod: name.clone(),
+                });
+            }
+            is_its_own
         });
     }
 
@@ -684,6 +715,16 @@ fn identity(
     // A daemon's pods have new names each time; what lasts is the node.
     let node = endpoint.node.as_ref().filter(|_| is_daemon);
     (Some(node.unwrap_or(name).clone()), None)
+}
+
+/// Addresses that a pod has.
+fn addresses_of(pod: &Pod) -> impl Iterator<Item = IpAddr> {
+    let status = pod.status.as_ref();
+    let addresses = status.and_then(|status| status.pod_ips.as_ref());
+    addresses
+        .into_iter()
+        .flatten()
+        .filter_map(|address| address.ip.parse().ok())
 }
 
 /// Ports of the node that lead to a pod with an address of its own.

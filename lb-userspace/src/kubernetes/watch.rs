@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use futures::StreamExt as _;
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, Service};
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, PodStatus, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::runtime::reflector::{self, Store, store::Writer};
 use kube::runtime::watcher::{self, Event, watcher};
@@ -187,7 +187,10 @@ pub(super) fn agent_leases(
 
 /// Of a pod, what the translation reads. The rest would be most of an agent's memory.
 fn keep_what_matters(pod: &mut Pod) {
-    pod.status = None;
+    pod.status = pod.status.take().map(|status| PodStatus {
+        pod_ips: status.pod_ips,
+        ..PodStatus::default()
+    });
     pod.metadata.annotations = None;
     if let Some(spec) = pod.spec.take() {
         let containers = spec.containers.into_iter().map(|container| Container {

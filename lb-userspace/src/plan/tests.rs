@@ -52,6 +52,7 @@ fn range(port_name: &str, base: u16, last: u16) -> InstancePorts {
 
 fn ironic(backends: u8) -> ServiceSpec {
     ServiceSpec {
+        precedence: 0,
         name: "ironic".into(),
         vip: VIP,
         ports: vec![port("images", 6180, 8080), port("api", 6385, 6385)],
@@ -370,6 +371,7 @@ fn any_state() -> impl Strategy<Value = DesiredState> {
                 .into_iter()
                 .map(
                     |(name, (vip, ports, ranges, backends, client_affinity))| ServiceSpec {
+                        precedence: 0,
                         name,
                         vip: [172, 22, 0, vip].into(),
                         ports: ports

@@ -137,8 +137,169 @@ fn ironic(slices: &[Arc<EndpointSlice>]) -> Snapshot {
     }
 }
 
+/// The pods that slices name, in addition to those that are there, and with the addresses that slices give them.
+fn with_pods(snapshot: &Snapshot) -> Snapshot {
+    let mut all: BTreeMap<String, Value> = snapshot
+        .pods
+        .iter()
+        .map(|pod| {
+            let uid = pod.metadata.uid.clone().unwrap_or_default();
+            (uid, serde_json::to_value(&**pod).expect("JSON"))
+        })
+        .collect();
+    let mut slices: Vec<_> = snapshot.slices.iter().collect();
+    slices.sort_by_key(|slice| (&slice.metadata.namespace, &slice.metadata.name));
+    for slice in slices {
+        for endpoint in slice.endpoints.iter().flatten() {
+            let Some(target) = &endpoint.target_ref else {
+                continue;
+            };
+            let uid = target.uid.clone().unwrap_or_default();
+            let pod = all.entry(uid.clone()).or_insert_with(|| {
+                json!({"metadata": {"name": target.name, "namespace": slice.metadata.namespace, "uid": uid}})
+            });
+            let addresses = endpoint.addresses.iter().map(|ip| json!({"ip": ip}));
+            let mut ips = pod["status"]["podIPs"]
+                .as_array()
+                .cloned()
+                .unwrap_or_default();
+            ips.extend(addresses);
+            pod["status"]["podIPs"] = ips.into();
+        }
+    }
+    let pods = all
+        .into_values()
+        .map(|pod| Arc::new(serde_json::from_value(pod).expect("a Pod")));
+    Snapshot {
+        pods: pods.collect(),
+        services: snapshot.services.clone(),
+        slices: snapshot.slices.clone(),
+    }
+}
+
+/// Translates with the pods that slices name: what becomes of others has a test of its own.
+fn translate(config: &Arc<ClusterConfig>, snapshot: &Snapshot) -> Translation {
+    super::translate(config, &with_pods(snapshot))
+}
+
 fn run(snapshot: &Snapshot) -> Translation {
     translate(&config(CONFIG), snapshot)
+}
+
+#[test]
+fn an_endpoint_is_used_only_with_the_address_of_its_own_pod_in_its_own_namespace() {
+    let address = |ip: &str| json!({"status": {"podIPs": [{"ip": ip}]}});
+    let pods = vec![
+        pod("ironic-0", address("10.244.0.10")),
+        pod("ironic-1", address("10.244.0.99")),
+        pod(
+            "ironic-2",
+            with(
+                address("10.244.0.12"),
+                json!({"metadata": {"namespace": "tenant"}}),
+            ),
+        ),
+    ];
+    let endpoints = [
+        endpoint("ironic-0", "10.244.0.10"),
+        endpoint("ironic-1", "10.244.0.11"),
+        endpoint("ironic-2", "10.244.0.12"),
+        endpoint("ghost", "10.250.0.11"),
+        with(
+            endpoint("ironic-0", "10.244.0.14"),
+            json!({"targetRef": {"name": "other"}}),
+        ),
+    ];
+    let snapshot = Snapshot {
+        pods,
+        ..ironic(&[slice("a", &endpoints)])
+    };
+    let translation = super::translate(&config(CONFIG), &snapshot);
+    assert_eq!(
+        leads_to(&translation, NODE)["172.22.0.2:6385"],
+        ["ironic-0:6385"]
+    );
+    let told = problems(&translation, "metal3/ironic").join("\n");
+    for address in ["10.244.0.11", "10.244.0.12", "10.244.0.14"] {
+        assert!(
+            told.contains(&format!("endpoint {address} is not used")),
+            "{told}"
+        );
+    }
+    let trusting = CONFIG.replace(
+        "uplinks",
+        "kubernetes: {endpointsWithoutPods: true}\nuplinks",
+    );
+    let translation = super::translate(&config(&trusting), &snapshot);
+    assert_eq!(leads_to(&translation, NODE)["172.22.0.2:6385"].len(), 5);
+}
+
+#[test]
+fn a_service_that_lacks_one_of_its_ports_is_served_and_does_not_show_the_vip() {
+    let snapshot = Snapshot {
+        services: vec![
+            service(
+                "metal3/old",
+                0,
+                json!({"spec": {"ports": [{"name": "api", "port": 6385}]}}),
+            ),
+            service("metal3/new", 1, json!({})),
+        ],
+        ..Snapshot::default()
+    };
+    let translation = run(&snapshot);
+    let outcome = |name: &str| translation.outcomes()[name].vips.len();
+    assert_eq!((outcome("metal3/old"), outcome("metal3/new")), (1, 0));
+    assert!(leads_to(&translation, NODE).contains_key("172.22.0.2:6180"));
+}
+
+#[test]
+fn a_target_port_that_no_pod_has_is_told() {
+    let slice = slice_of(
+        "metal3/ironic",
+        "a",
+        json!({
+            "endpoints": [endpoint("ironic-0", "10.244.0.10")],
+            "ports": [{"name": "api", "port": 6385, "protocol": "TCP"}],
+        }),
+    );
+    let told = problems(&run(&ironic(&[slice])), "metal3/ironic");
+    assert_eq!(
+        told,
+        ["port `images` leads nowhere: none of its pods has its targetPort"]
+    );
+}
+
+#[test]
+fn who_has_a_pod_port_keeps_it_when_others_want_it_too() {
+    let one = |name: &str, minute: u32, port: u16| {
+        let ports = json!({"spec": {"ports": [{"name": "api", "port": port}]}});
+        service(&format!("metal3/{name}"), minute, ports)
+    };
+    let mut services = vec![one("victim", 0, 9000)];
+    services.extend((1..=8).map(|n| one(&format!("thief-{n}"), n, 100 + n as u16)));
+    let slices = services.iter().map(|service| {
+        let name = format!(
+            "metal3/{}",
+            service.metadata.name.as_deref().unwrap_or_default()
+        );
+        let endpoints = json!({"endpoints": [endpoint("ironic-0", "10.244.0.10")]});
+        slice_of(&name, &format!("of-{}", name.replace('/', "-")), endpoints)
+    });
+    let slices = slices.collect();
+    let translation = run(&Snapshot {
+        services,
+        slices,
+        ..Snapshot::default()
+    });
+    let (tables, warnings) = plan::plan(&translation.desired(NODE), &Health::default());
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    assert_eq!(tables.ports[&(ip("172.22.0.2"), 9000)].backends.len(), 1);
+    assert_eq!(
+        tables.ports[&(ip("172.22.0.2"), 108)].backends.len(),
+        0,
+        "the youngest"
+    );
 }
 
 fn problems(translation: &Translation, service: &str) -> Vec<String> {
@@ -970,14 +1131,24 @@ fn an_instance_port_stays_with_its_instance_until_that_is_gone() {
 }
 
 #[test]
-fn a_pod_that_is_not_known_yet_serves_and_has_no_slot() {
-    let mut snapshot = instances(&[stateful("ironic-0")], "images=6200-6203", Value::Null);
-    snapshot.pods.clear();
-    assert_eq!(port(&snapshot, "172.22.0.2:6385"), ["ironic-0:6385"]);
-    assert_eq!(slots(&snapshot), (effective(&[]), None));
+fn a_pod_that_is_not_known_yet_is_not_used_yet() {
+    let whole = instances(&[stateful("ironic-0")], "images=6200-6203", Value::Null);
+    let whole = with_pods(&whole);
     // A pod of the same name is another one.
-    snapshot.pods = vec![pod("ironic-0", json!({"metadata": {"uid": "another"}}))];
-    assert_eq!(slots(&snapshot), (effective(&[]), None));
+    let namesake = pod("ironic-0", json!({"metadata": {"uid": "another"}}));
+    for (pods, expected) in [(whole.pods.clone(), 1), (vec![], 0), (vec![namesake], 0)] {
+        let snapshot = Snapshot {
+            pods,
+            services: whole.services.clone(),
+            slices: whole.slices.clone(),
+        };
+        let translation = super::translate(&config(CONFIG), &snapshot);
+        assert_eq!(
+            leads_to(&translation, NODE)["172.22.0.2:6385"].len(),
+            expected
+        );
+        assert_eq!(problems(&translation, "metal3/ironic"), [""; 0]);
+    }
 }
 
 #[test]
