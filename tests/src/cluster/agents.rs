@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use ironlb::dataplane::read::Reader;
+use serde_json::json;
 
 use super::{Cluster, ClusterNode};
 use crate::maps::Maps;
@@ -45,6 +46,36 @@ impl Cluster {
             node.import(image)?;
         }
         self.apply_kustomization(&overlay("ironlb"))?;
+        self.agents_ready()
+    }
+
+    /// Lets agents use endpoints that no pod stands behind; [`Cluster::deploy_ironlb`] and a restart end that.
+    ///
+    /// # Errors
+    /// As [`Cluster::agents_ready`].
+    pub fn trust_endpoints(&self) -> Result<()> {
+        let map = self.get(&["configmap/ironlb", "--namespace", AGENTS])?;
+        let file = map["data"]["lb.yaml"].as_str().context("no lb.yaml")?;
+        let file = format!("{file}kubernetes: {{endpointsWithoutPods: true}}\n");
+        let patch = json!({"data": {"lb.yaml": file}}).to_string();
+        let words = [
+            "patch",
+            "configmap/ironlb",
+            "--type=merge",
+            "--patch",
+            &patch,
+        ];
+        self.kubectl(&[&words[..], &["--namespace", AGENTS]].concat())?;
+        self.restart_agents()
+    }
+
+    /// Restarts the agents, which read their configuration then, and waits until they are ready.
+    ///
+    /// # Errors
+    /// As [`Cluster::agents_ready`].
+    pub fn restart_agents(&self) -> Result<()> {
+        let restart = ["rollout", "restart", "daemonset/ironlb"];
+        self.kubectl(&[&restart[..], &["--namespace", AGENTS]].concat())?;
         self.agents_ready()
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use ironlb_tests::cluster::Cluster;
+use ironlb_tests::cluster::{Cluster, ironlb_image};
 use ironlb_tests::{API_PORT, Download, VIP, wait_until};
 use lb_common::MAX_BACKENDS;
 use serde_json::{Value, json};
@@ -85,6 +85,7 @@ fn the_maps_hold_what_the_api_says_after_a_minute_of_changes(cluster: &mut Clust
     begin(cluster)?;
     empty(cluster, CROWD)?;
     Web::default().start(cluster)?;
+    cluster.trust_endpoints()?;
     let node = serving_node(cluster)?;
     let had = to_maps(node)?;
     let clients = clients(cluster, 20);
@@ -151,9 +152,9 @@ fn the_maps_hold_what_the_api_says_after_a_minute_of_changes(cluster: &mut Clust
         endpoints_each(),
         requests.0.len()
     );
-    cluster
-        .kubectl(&["delete", "namespace", CROWD, "--wait=false"])
-        .map(drop)
+    cluster.kubectl(&["delete", "namespace", CROWD, "--wait=false"])?;
+    cluster.deploy_ironlb(&ironlb_image()?)?;
+    cluster.restart_agents()
 }
 
 /// A number generator (xorshift64) whose results are the same in every run.

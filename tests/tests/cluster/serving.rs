@@ -16,6 +16,10 @@ pub const SCENARIOS: &[Scenario] = &[
         a_service_shows_its_vip_and_answers_there,
     ),
     ("a_tenant_cannot_take_the_vip", a_tenant_cannot_take_the_vip),
+    (
+        "an_endpoint_that_lies_about_its_pod_is_not_used",
+        an_endpoint_that_lies_about_its_pod_is_not_used,
+    ),
 ];
 
 fn a_service_shows_its_vip_and_answers_there(cluster: &mut Cluster) -> Result<()> {
@@ -48,6 +52,37 @@ fn a_service_shows_its_vip_and_answers_there(cluster: &mut Cluster) -> Result<()
     wait_until("the VIP's port is refused", PATIENCE, || {
         Ok(refused(cluster, API_PORT).is_ok())
     })
+}
+
+fn an_endpoint_that_lies_about_its_pod_is_not_used(cluster: &mut Cluster) -> Result<()> {
+    const PORT: u16 = 8081;
+    begin(cluster)?;
+    let pod = Web::default().start(cluster)?.remove(0);
+    let object = cluster.get(&["pod", &pod.name, IN[0], IN[1]])?;
+    let mut service = Web::service();
+    service["metadata"]["name"] = "lies".into();
+    service["spec"]["selector"] = json!(null);
+    service["spec"]["ports"] = json!([{"port": PORT}]);
+    // The kubelet of the node, in the name of a pod.
+    let slice = json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {
+            "name": "lies", "namespace": NAMESPACE, "labels": {"kubernetes.io/service-name": "lies"},
+        },
+        "ports": [{"port": 10_250, "protocol": "TCP"}],
+        "endpoints": [{
+            "addresses": ["10.250.0.11"], "nodeName": pod.node,
+            "conditions": {"ready": true, "serving": true, "terminating": false},
+            "targetRef": {
+                "kind": "Pod", "namespace": NAMESPACE, "name": pod.name, "uid": object["metadata"]["uid"],
+            },
+        }],
+    });
+    let list = json!({"apiVersion": "v1", "kind": "List", "items": [service, slice]});
+    cluster.apply(&list.to_string())?;
+    let note = event(cluster, "lies", NAMESPACE, "EndpointNotAllowed")?;
+    ensure!(note.contains("10.250.0.11"), "the Event says {note}");
+    refused(cluster, PORT)
 }
 
 fn a_tenant_cannot_take_the_vip(cluster: &mut Cluster) -> Result<()> {

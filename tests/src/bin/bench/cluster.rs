@@ -23,6 +23,7 @@ const GOAL: f64 = 100.0;
 pub fn measure(image: &Path, changes: usize) -> Result<Value> {
     let cluster = Cluster::builder().build()?;
     cluster.deploy_ironlb(image)?;
+    cluster.trust_endpoints()?;
     let node = cluster.nodes.first().context("a node")?;
     cluster.apply(
         &json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
