@@ -37,8 +37,8 @@ pub const SCENARIOS: &[Scenario] = &[
     ),
 ];
 
-/// How long the API is away.
-const OUTAGE: Duration = Duration::from_secs(60);
+/// How long the API is away. After a minute Kubernetes itself may call nodes, and so their pods, not ready.
+const OUTAGE: Duration = Duration::from_secs(20);
 /// A port that the Service gets after it.
 const NEW_PORT: u16 = 8080;
 
