@@ -1,7 +1,7 @@
 //! From what is wanted and what is healthy to what the maps shall hold: a pure function.
 //!
 //! The order of lists means nothing: equal sets give equal tables. Where something does not fit or
-//! clashes, only that loses, in an order that depends on names and numbers alone, with a [`Warning`].
+//! clashes, only that loses, in an order that depends on precedence, names and numbers alone, with a [`Warning`].
 
 use std::cmp::Ordering;
 use std::collections::btree_map::Entry;
@@ -177,8 +177,9 @@ pub fn plan(state: &DesiredState, health: &Health) -> (TableSet, Vec<Warning>) {
     for service in services {
         planner.service(service, health);
     }
-    planner.limit_vip_ports_per_pod_port();
-    planner.limit_tables();
+    let order = planner.by_precedence();
+    planner.limit_vip_ports_per_pod_port(&order);
+    planner.limit_tables(&order);
     planner.warnings.sort_unstable();
     (planner.tables, planner.warnings)
 }
@@ -306,9 +307,9 @@ impl Planner {
 
     /// The reply path tries the VIP ports of a pod port one by one, so their number is bounded: the later
     /// ones lose that backend.
-    fn limit_vip_ports_per_pod_port(&mut self) {
+    fn limit_vip_ports_per_pod_port(&mut self, order: &[(IpAddr, u16)]) {
         let mut leading: BTreeMap<(IpAddr, u16), usize> = BTreeMap::new();
-        for (vip, port) in self.by_precedence() {
+        for &(vip, port) in order {
             let Some(row) = self.tables.ports.get_mut(&(vip, port)) else {
                 continue;
             };
@@ -333,9 +334,9 @@ impl Planner {
     }
 
     /// Ports beyond the size of the maps are not served.
-    fn limit_tables(&mut self) {
+    fn limit_tables(&mut self, order: &[(IpAddr, u16)]) {
         let (mut ports, mut backends) = (0, 0);
-        for (vip, port) in self.by_precedence() {
+        for &(vip, port) in order {
             let Some(row) = self.tables.ports.get(&(vip, port)) else {
                 continue;
             };

@@ -1,4 +1,4 @@
-//! A download by curl in the background, with the checksum of what arrived.
+//! Downloads and questions by curl: in the background with the checksum of what arrived, and HEADs.
 
 use std::time::Duration;
 
@@ -7,6 +7,26 @@ use anyhow::{Result, ensure};
 use crate::command::wait_until;
 use crate::namespace::Namespace;
 use crate::process::Process;
+
+/// Asks for a URL's head so many times from `namespace`, by a connection of its own each time; the HTTP codes.
+///
+/// # Errors
+/// When the last one gets no answer.
+pub fn heads(namespace: &Namespace, url: &str, count: usize) -> Result<Vec<String>> {
+    // curl expands the range.
+    let url = format!("{url}?[1-{count}]");
+    let quiet = ["curl", "--silent", "--show-error", "--max-time", "60"];
+    let head = [
+        "--head",
+        "--header",
+        "Connection: close",
+        "--output",
+        "/dev/null",
+    ];
+    let print = ["--write-out", "%{http_code}\n", &url];
+    let codes = namespace.exec(quiet.iter().chain(&head).chain(&print))?;
+    Ok(codes.lines().map(str::to_owned).collect())
+}
 
 /// A running download. Dropping it ends it.
 #[derive(Debug)]

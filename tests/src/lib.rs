@@ -29,7 +29,7 @@ mod wire;
 pub use agent::{Agent, ironlb};
 pub use capture::Capture;
 pub use command::{run, run_with_input, wait_until};
-pub use download::Download;
+pub use download::{Download, heads};
 pub use image::Image;
 pub use laboratory::{Builder, Host, Laboratory, Node, NodeOptions, Pod, VIP};
 pub use load::{Load, LoadReport};

@@ -230,7 +230,7 @@ pub(super) fn remove_filters(uplinks: &[Uplink]) {
     }
 }
 
-pub(super) fn has_tcx() -> bool {
+fn has_tcx() -> bool {
     KernelVersion::current().is_ok_and(|version| version >= TCX_SINCE)
 }
 

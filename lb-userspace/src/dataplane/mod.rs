@@ -286,7 +286,7 @@ impl Dataplane {
 
     /// Pins again what somebody removed from the bpffs: maps and links live on as long as this process holds them.
     fn mend(&mut self) -> Result<(), DataplaneError> {
-        if self.pins.are_whole() && self.attacher.is_pinned(&self.pins) {
+        if self.is_pinned() {
             return Ok(());
         }
         self.pins.renew()?;

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, ensure};
 use clap::Parser;
 use ironlb_tests::{
     API_PORT, Agent, Host, IMAGE_PORT, Image, Kept, Laboratory, Node, RPC_PORT, Report, VIP, down,
-    ironlb, kept, run, sweep, wait_until,
+    heads, ironlb, kept, run, sweep, wait_until,
 };
 use serde_json::Value;
 
@@ -218,28 +218,11 @@ fn instances(report: &mut Report, host: &Host, node: &Node) -> Result<()> {
     const HEADS: usize = 100;
     report.part("A port for each instance: a file that only this instance has, 100 HEADs each");
     for pod in &node.pods {
-        // curl expands the range; each request has a connection of its own.
-        let url = format!(
-            "http://{VIP}:{}{}?[1-{HEADS}]",
-            pod.instance_port(),
-            pod.own_path()
-        );
-        let codes = curl(
-            host,
-            &[
-                "--head",
-                "--header",
-                "Connection: close",
-                "--output",
-                "/dev/null",
-                "--write-out",
-                "%{http_code}\n",
-                &url,
-            ],
-        )?;
-        let good = codes.lines().filter(|code| *code == "200").count();
+        let url = format!("http://{VIP}:{}{}", pod.instance_port(), pod.own_path());
+        let codes = heads(&host.namespace, &url, HEADS)?;
+        let good = codes.iter().filter(|code| *code == "200").count();
         report.check(
-            good == HEADS && codes.lines().count() == HEADS,
+            good == HEADS && codes.len() == HEADS,
             &format!(
                 "{VIP}:{}{} → {good} of {HEADS} are 200",
                 pod.instance_port(),
@@ -249,22 +232,14 @@ fn instances(report: &mut Report, host: &Host, node: &Node) -> Result<()> {
     }
     let (first, last) = (&node.pods[0], &node.pods[node.pods.len() - 1]);
     let url = format!("http://{VIP}:{}{}", last.instance_port(), first.own_path());
-    let code = curl(
-        host,
-        &[
-            "--head",
-            "--output",
-            "/dev/null",
-            "--write-out",
-            "%{http_code}",
-            &url,
-        ],
-    )?;
+    let codes = heads(&host.namespace, &url, 1)?;
     report.check(
-        code == "404",
+        codes == ["404"],
         &format!(
-            "{}'s file on {}'s port → {code}",
-            first.instance, last.instance
+            "{}'s file on {}'s port → {}",
+            first.instance,
+            last.instance,
+            codes.join(" ")
         ),
     );
     Ok(())

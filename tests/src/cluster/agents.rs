@@ -144,6 +144,19 @@ impl ClusterNode {
         Ok(Maps::new(&self.pins()?))
     }
 
+    /// Time from watch events to the maps (seconds, all together), and how many there were, since the agent's start.
+    ///
+    /// # Errors
+    /// When the agent does not answer, or counts nothing of the kind.
+    pub fn to_maps(&self) -> Result<(f64, f64)> {
+        let metric = |part: &str| {
+            let name = format!("ironlb_kubernetes_event_to_maps_seconds_{part}");
+            self.metric(&name)?
+                .with_context(|| format!("no metric {name}"))
+        };
+        Ok((metric("sum")?, metric("count")?))
+    }
+
     /// A metric of the agent, with its labels as they are printed; `None` if there is none of that name.
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use serde_json::json;
 
 use crate::Scenario;
 use crate::scene::{
-    IN, PATIENCE, Web, begin, clients, curl, ready_at, serving, serving_node, sha256_of_download,
+    IN, PATIENCE, Web, begin, clients, curl, ready_at, serving, serving_node, start_download,
 };
 
 pub const SCENARIOS: &[Scenario] = &[
@@ -44,13 +44,7 @@ const NEW_PORT: u16 = 8080;
 
 fn an_outage_of_the_api_changes_nothing(cluster: &mut Cluster) -> Result<()> {
     begin(cluster)?;
-    let web = Web {
-        download_mib: 192,
-        replicas: 1,
-        ..Web::default()
-    };
-    let pod = web.start(cluster)?.remove(0);
-    let sha256 = sha256_of_download(cluster, &pod)?;
+    let sha256 = start_download(cluster, 192)?;
     let age = "ironlb_state_age_seconds";
     let maps = |cluster: &Cluster| -> Result<String> {
         let ports = serving_node(cluster)?.reader()?.ports()?;
@@ -120,13 +114,7 @@ fn a_download_outlives_agents_that_are_deleted_restarted_and_upgraded(
 ) -> Result<()> {
     const NEXT: &str = "localhost/ironlb:next";
     begin(cluster)?;
-    let web = Web {
-        download_mib: 64,
-        replicas: 1,
-        ..Web::default()
-    };
-    let pod = web.start(cluster)?.remove(0);
-    let sha256 = sha256_of_download(cluster, &pod)?;
+    let sha256 = start_download(cluster, 64)?;
     let node = serving_node(cluster)?;
     let objects = node.maps()?.kernel_objects()?;
     let url = format!("http://{VIP}:{API_PORT}/download?rate=1m");
@@ -145,14 +133,7 @@ fn a_download_outlives_agents_that_are_deleted_restarted_and_upgraded(
     cluster.kubectl(&["scale", "deployment/web", "--replicas=2", IN[0], IN[1]])?;
     serving(cluster, 2)?;
 
-    cluster.kubectl(&[
-        "rollout",
-        "restart",
-        "daemonset/ironlb",
-        "--namespace",
-        AGENTS,
-    ])?;
-    cluster.agents_ready()?;
+    cluster.restart_agents()?;
     ensure!(
         cluster.agent_on(node)? != second,
         "{second} was not restarted"

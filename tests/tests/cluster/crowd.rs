@@ -11,9 +11,7 @@ use lb_common::MAX_BACKENDS;
 use serde_json::{Value, json};
 
 use crate::Scenario;
-use crate::scene::{
-    PATIENCE, SERVING, Web, begin, clients, empty, serving_node, sha256_of_download, to_maps,
-};
+use crate::scene::{PATIENCE, SERVING, Web, begin, clients, empty, serving_node, start_download};
 
 pub const SCENARIOS: &[Scenario] = &[
     (
@@ -33,13 +31,7 @@ fn firewalls_beside_us_drop_nothing_of_ours(cluster: &mut Cluster) -> Result<()>
     let node = serving_node(cluster)?;
     node.exec(["nft", "list", "table", "ip", "kube-proxy"])
         .context("kube-proxy does not run")?;
-    let web = Web {
-        replicas: 1,
-        download_mib: 256,
-        ..Web::default()
-    };
-    let pod = web.start(cluster)?.remove(0);
-    let sha256 = sha256_of_download(cluster, &pod)?;
+    let sha256 = start_download(cluster, 256)?;
     let rule = format!(
         "add table ip {TABLE}; \
          add chain ip {TABLE} forward {{ type filter hook forward priority 0; }}; \
@@ -87,7 +79,7 @@ fn the_maps_hold_what_the_api_says_after_a_minute_of_changes(cluster: &mut Clust
     Web::default().start(cluster)?;
     cluster.trust_endpoints()?;
     let node = serving_node(cluster)?;
-    let had = to_maps(node)?;
+    let had = node.to_maps()?;
     let clients = clients(cluster, 20);
     let mut random = Random(0x1d0_2c0de);
     let services: Vec<Value> = (0..SERVICES).map(service).collect();
@@ -144,7 +136,7 @@ fn the_maps_hold_what_the_api_says_after_a_minute_of_changes(cluster: &mut Clust
     let lag = ended.elapsed();
     let requests = clients.stop()?;
     requests.all_served(20 * CHURN.as_secs() as usize / 2)?;
-    let (sum, count) = to_maps(node)?;
+    let (sum, count) = node.to_maps()?;
     let mean = (sum - had.0) / (count - had.1) * 1e3;
     eprintln!(
         "    {SERVICES} Services with {} endpoints each at most, {changes} changes in {took:.0?}; equal {lag:.1?} after \

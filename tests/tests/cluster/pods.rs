@@ -9,7 +9,7 @@ use ironlb_tests::{API_PORT, wait_until};
 use crate::Scenario;
 use crate::scene::{
     IN, PATIENCE, SERVING, Web, WebPod, begin, clients, event, pods, ready_at, refused, serving,
-    serving_node, to_maps,
+    serving_node,
 };
 
 pub const SCENARIOS: &[Scenario] = &[
@@ -125,7 +125,7 @@ fn a_pod_that_ends_at_once_loses_nothing_after_the_agent_knows(
     let node = serving_node(cluster)?;
     let reader = node.reader()?;
     let (mut before, mut slowest, mut all) = (0, Duration::ZERO, 0);
-    let had = to_maps(node)?;
+    let had = node.to_maps()?;
     for _ in 0..TIMES {
         let clients = clients(cluster, PACE);
         std::thread::sleep(Duration::from_secs(1));
@@ -162,7 +162,7 @@ fn a_pod_that_ends_at_once_loses_nothing_after_the_agent_knows(
         all += requests.0.len();
         slowest = slowest.max(known - deleted);
     }
-    let (sum, count) = to_maps(node)?;
+    let (sum, count) = node.to_maps()?;
     eprintln!(
         "    {TIMES} pods deleted under {PACE} connections a second: of {all} requests {before} failed, all of them \
          before the agent knew, which took {slowest:.0?} from kubectl's start at most, and {:.1} ms from the watch event on average",

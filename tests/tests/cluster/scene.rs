@@ -174,16 +174,6 @@ pub fn serving_node(cluster: &Cluster) -> Result<&ClusterNode> {
         .with_context(|| format!("no {SERVING}"))
 }
 
-/// Time from watch events to the maps (seconds, all together), and how many there were, since the agent's start.
-pub fn to_maps(node: &ClusterNode) -> Result<(f64, f64)> {
-    let metric = |part: &str| {
-        let name = format!("ironlb_kubernetes_event_to_maps_seconds_{part}");
-        node.metric(&name)?
-            .with_context(|| format!("no metric {name}"))
-    };
-    Ok((metric("sum")?, metric("count")?))
-}
-
 /// Names of the pods that take new flows at a port of the VIP, as the node's maps have it; `None` while it is
 /// not served.
 pub fn ready_at(cluster: &Cluster, port: u16) -> Result<Option<Vec<String>>> {
@@ -289,8 +279,14 @@ pub fn clients(cluster: &Cluster, per_second: u32) -> Clients {
     Clients::start(&cluster.hosts[0].namespace, TARGET, per_second)
 }
 
-/// SHA-256 of a pod's `/download`, fetched by its node.
-pub fn sha256_of_download(cluster: &Cluster, pod: &WebPod) -> Result<String> {
+/// Starts one web server with a `/download` of that size; its SHA-256, as the server's node gets it.
+pub fn start_download(cluster: &Cluster, mib: u32) -> Result<String> {
+    let web = Web {
+        download_mib: mib,
+        replicas: 1,
+        ..Web::default()
+    };
+    let pod = web.start(cluster)?.remove(0);
     let script = format!("curl -sSf http://{}/download | sha256sum", pod.address);
     let sum = serving_node(cluster)?.exec(["sh", "-c", &script])?;
     Ok(sum.split_whitespace().next().unwrap_or_default().to_owned())

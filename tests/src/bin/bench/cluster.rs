@@ -12,9 +12,9 @@ use serde_json::{Value, json};
 use crate::judge;
 use crate::statistics::Estimate;
 
-/// Where the test cluster's configuration lets endpoints be that no pod stands behind.
+/// Whose Services may have [`VIP`] in the test cluster.
 const NAMESPACE: &str = "crowd";
-/// The VIP that Services there may have.
+/// A VIP of the test cluster.
 const VIP: &str = "172.22.0.3";
 /// Most milliseconds from the watch event to the maps.
 const GOAL: f64 = 100.0;
@@ -33,10 +33,10 @@ pub fn measure(image: &Path, changes: usize) -> Result<Value> {
     change(&cluster, node, true)?;
     let (mut from_event, mut from_kubectl) = (Vec::new(), Vec::new());
     for number in 0..changes {
-        let (sum, count) = events(node)?;
+        let (sum, count) = node.to_maps()?;
         from_kubectl.push(change(&cluster, node, number % 2 == 1)?);
         let (sum, count) = {
-            let (new_sum, new_count) = events(node)?;
+            let (new_sum, new_count) = node.to_maps()?;
             (new_sum - sum, new_count - count)
         };
         ensure!(count > 0.0, "the agent has counted no change");
@@ -102,14 +102,4 @@ fn change(cluster: &Cluster, node: &ClusterNode, ready: bool) -> Result<f64> {
             .any(|b| b.vip.is_some_and(|vip| vip.to_string() == VIP) && b.eligible == ready))
     })?;
     Ok(begin.elapsed().as_secs_f64() * 1e3)
-}
-
-/// Sum in seconds and count of the changes that the agent has brought from an event to the maps.
-fn events(node: &ClusterNode) -> Result<(f64, f64)> {
-    let read = |part: &str| {
-        let name = format!("ironlb_kubernetes_event_to_maps_seconds_{part}");
-        node.metric(&name)?
-            .with_context(|| format!("no metric {name}"))
-    };
-    Ok((read("sum")?, read("count")?))
 }

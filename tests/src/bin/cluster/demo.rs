@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use ironlb_tests::cluster::{AGENTS, Cluster, ClusterNode, ContainerImage, overlay};
-use ironlb_tests::{API_PORT, Download, IMAGE_PORT, RPC_PORT, Report, VIP, wait_until};
+use ironlb_tests::cluster::{Cluster, ClusterNode, ContainerImage, overlay};
+use ironlb_tests::{API_PORT, Download, IMAGE_PORT, RPC_PORT, Report, VIP, heads, wait_until};
 use serde_json::{Value, json};
 
 const IN: [&str; 2] = ["--namespace", "metal3"];
@@ -242,36 +242,9 @@ impl Demo<'_> {
             .kubectl(&[&words[..], &["bash", "-c", script]].concat())
     }
 
-    /// HTTP code of a HEAD from the bare-metal host, so many times.
-    fn heads(&self, url: &str, count: u32) -> Result<Vec<String>> {
-        Self::heads_from(self.host, url, count)
-    }
-
-    fn heads_from(host: &ironlb_tests::Namespace, url: &str, count: u32) -> Result<Vec<String>> {
-        let url = format!("{url}?[1-{count}]");
-        let words = [
-            "curl",
-            "-sS",
-            "--head",
-            "--max-time",
-            "60",
-            "--header",
-            "Connection: close",
-        ];
-        let print = [
-            "--output",
-            "/dev/null",
-            "--write-out",
-            "%{http_code}\n",
-            &url,
-        ];
-        let codes = host.exec(words.into_iter().chain(print))?;
-        Ok(codes.lines().map(str::to_owned).collect())
-    }
-
     /// An instance's port leads to it, never to another, and the instance knows it.
     fn instances(&self, report: &mut Report) -> Result<()> {
-        const HEADS: u32 = 50;
+        const HEADS: usize = 50;
         report.part("A port for each instance, and every Ironic knows its own");
         let pod = |number| format!("ironic-{number}");
         for number in 0..INSTANCES {
@@ -284,12 +257,12 @@ impl Demo<'_> {
         for number in 0..INSTANCES {
             let (own, port) = (pod(number), FIRST + number);
             let url = format!("http://{VIP}:{port}/{own}.txt");
-            let codes = self.heads(&url, HEADS)?;
+            let codes = heads(self.host, &url, HEADS)?;
             let good = codes.iter().filter(|code| *code == "200").count();
             let other = format!("http://{VIP}:{port}/{}.txt", pod((number + 1) % INSTANCES));
-            let other = self.heads(&other, 1)?;
+            let other = heads(self.host, &other, 1)?;
             report.check(
-                good == HEADS as usize && codes.len() == good && other == ["404"],
+                good == HEADS && codes.len() == good && other == ["404"],
                 &format!(
                     "{VIP}:{port} → {own}'s own file {good} of {HEADS} times, another's file {}",
                     other.join(" ")
@@ -348,7 +321,7 @@ impl Demo<'_> {
             .split_whitespace()
             .find_map(|word| word.strip_prefix("ipa-api-url="));
         let wanted = format!("http://{VIP}:{port}/{uuid}/deploy_kernel");
-        let codes = self.heads(kernel, 20)?;
+        let codes = heads(self.host, kernel, 20)?;
         report.check(
             kernel == wanted
                 && api.is_some_and(|url| url == format!("http://{VIP}:{API_PORT}"))
@@ -438,15 +411,7 @@ impl Demo<'_> {
         let url = format!("http://{VIP}:{}/image.raw?rate=2m", FIRST + 1);
         let mut download = Download::start(self.host, &url, &[], PATIENCE)?;
         let (before, started) = (self.cluster.agent_on(self.node)?, Instant::now());
-        let words = [
-            "rollout",
-            "restart",
-            "daemonset/ironlb",
-            "--namespace",
-            AGENTS,
-        ];
-        self.cluster.kubectl(&words)?;
-        self.cluster.agents_ready()?;
+        self.cluster.restart_agents()?;
         let after = self.cluster.agent_on(self.node)?;
         report.check(
             before != after && download.running()?,
@@ -459,7 +424,7 @@ impl Demo<'_> {
         // then its SYNs are dropped for up to a minute (`dropped_collision`).
         let other = &self.cluster.hosts[1].namespace;
         let url = format!("http://{VIP}:{IMAGE_PORT}/boot.ipxe");
-        let codes = Self::heads_from(other, &url, 20)?;
+        let codes = heads(other, &url, 20)?;
         let good = codes.iter().filter(|code| *code == "200").count();
         report.check(
             good == 20 && codes.len() == good,
