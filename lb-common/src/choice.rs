@@ -35,31 +35,35 @@ fn absorb(hash: u64, addr: &Addr) -> u64 {
     mix(hash ^ (u64::from(c) << 32 | u64::from(d)))
 }
 
-/// Weight of one candidate for one flow.
+/// Weight of one candidate for one flow: 0, which counts as none, once in 2^64.
 #[inline(always)]
 pub const fn weight(flow_hash: u64, identity: u32) -> u64 {
     // The odd multiplier (2^64 / golden ratio) spreads identities over the whole word.
     mix(flow_hash ^ (identity as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
-/// The backend id of the heaviest candidate, or `None` when there is none.
+/// Every candidate.
+pub const EVERYWHERE: u64 = u64::MAX;
+
+/// The backend id of the heaviest of those candidates whose bits are set in `among`, or `None` when there is none.
 #[inline(always)]
-pub fn choose(service: &Service, key: &FlowKey) -> Option<u32> {
+pub fn choose(service: &Service, key: &FlowKey, among: u64) -> Option<u32> {
     let hash = flow_hash(service.seed, key, service.flags & SERVICE_CLIENT_IP != 0);
-    let mut best = None;
-    let mut best_weight = 0;
+    let (mut best, mut best_weight) = (0, 0);
     for at in 0..MAX_BACKENDS_PER_PORT {
         if at as u32 >= service.count {
             break;
         }
         let Candidate { backend, identity } = service.candidates[at];
-        let weight = weight(hash, identity);
-        if best.is_none() || weight > best_weight {
-            best = Some(backend);
+        // Without a branch, or the verifier would walk every set of candidates that may be among them.
+        let is_among = core::hint::black_box(among >> at & 1);
+        let weight = weight(hash, identity).wrapping_mul(is_among);
+        if weight > best_weight {
+            best = backend;
             best_weight = weight;
         }
     }
-    best
+    (best_weight != 0).then_some(best)
 }
 
 /// Hash of a name (FNV-1a, 64 bits): the seed of a service.
@@ -104,6 +108,7 @@ mod tests {
             seed: name_hash("metal3/ironic"),
             count: names.len() as u32,
             pad: 0,
+            local: 0,
             candidates,
             pad_tail: 0,
             version_tail: 1,
@@ -128,7 +133,7 @@ mod tests {
             let service = service(&names(count));
             let mut hits = vec![0_u32; count];
             for key in flows() {
-                hits[choose(&service, &key).expect("has backends") as usize] += 1;
+                hits[choose(&service, &key, EVERYWHERE).expect("has backends") as usize] += 1;
             }
             let all = f64::from(hits.iter().sum::<u32>());
             let share = 1.0 / count as f64;
@@ -146,7 +151,22 @@ mod tests {
     #[test]
     fn no_backend_is_no_choice() {
         let key = flows().next().expect("some");
-        assert_eq!(choose(&service(&[]), &key), None);
+        assert_eq!(choose(&service(&[]), &key, EVERYWHERE), None);
+    }
+
+    #[test]
+    fn among_some_the_choice_is_that_of_a_service_with_those_alone() {
+        let all = service(&names(5));
+        for key in flows() {
+            let free = choose(&all, &key, EVERYWHERE).expect("has backends");
+            let among = choose(&all, &key, 0b01010).expect("has backends");
+            assert!(among == 1 || among == 3);
+            // Who is heaviest of all is so of every part that has it.
+            if free == 1 || free == 3 {
+                assert_eq!(among, free);
+            }
+        }
+        assert_eq!(choose(&all, &flows().next().expect("some"), 0), None);
     }
 
     #[test]
@@ -158,6 +178,7 @@ mod tests {
             choose(
                 &service,
                 &FlowKey::forward(client, port, v4(172, 22, 0, 2), 6385),
+                EVERYWHERE,
             )
         };
         let first = of_port(1024);
@@ -176,8 +197,8 @@ mod tests {
             let (before, after) = (service(&all), service(&left));
             for port in ports {
                 let key = FlowKey::forward(Addr::from_v4_raw(client), port, v4(172, 22, 0, 2), 6180);
-                let was = choose(&before, &key).expect("has backends") as usize;
-                let is = choose(&after, &key).expect("has backends") as usize;
+                let was = choose(&before, &key, EVERYWHERE).expect("has backends") as usize;
+                let is = choose(&after, &key, EVERYWHERE).expect("has backends") as usize;
                 if was != gone {
                     prop_assert_eq!(&all[was], &left[is]);
                 }

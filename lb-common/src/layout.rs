@@ -8,8 +8,8 @@
 
 use core::mem::{offset_of, size_of};
 
-/// Version of everything in this module; part of the pin path (`…/v2/`).
-pub const LAYOUT_VERSION: u32 = 2;
+/// Version of everything in this module; part of the pin path (`…/v4/`).
+pub const LAYOUT_VERSION: u32 = 4;
 
 /// How many uplinks (attachments) one agent manages at most.
 pub const MAX_UPLINKS: u32 = 16;
@@ -31,6 +31,12 @@ pub const MAX_BYPASS_UDP: usize = 8;
 pub const DEFAULT_LIVING_FLOWS: u32 = 131_072;
 /// Young and closing flows by default (LRU).
 pub const DEFAULT_YOUNG_FLOWS: u32 = 65_536;
+/// How many nodes share a VIP at most, this one (number 0) included.
+pub const MAX_PEERS: u32 = 32;
+/// How many flows of peers sit elsewhere than the hash places them, at most.
+pub const MAX_EXCEPTIONS: u32 = 65_536;
+/// Addresses that a peer has on an uplink, at most.
+pub const MAX_PEER_ADDRS: usize = 4;
 /// Directly connected clients remembered with `bypass: allow` (LRU).
 pub const DIRECT_FLOWS: u32 = 16_384;
 
@@ -72,8 +78,23 @@ pub mod map {
     pub const PRESSURE: &str = "pressure";
     /// [`Bucket`](super::Bucket) at 0, per CPU: the rate limit of refusals.
     pub const BUCKET: &str = "bucket";
+    /// [`Peer`](super::Peer) by [`peer_link`](super::peer_link).
+    pub const PEERS: &str = "peers";
+    /// Number of the peer by [`PeerMac`](super::PeerMac).
+    pub const PEER_MACS: &str = "peer_macs";
+    /// [`PeerInfo`](super::PeerInfo) by number of the peer; no program reads it.
+    pub const PEER_INFO: &str = "peer_info";
+    /// [`Traffic`](super::Traffic) handed on, by number of the peer, per CPU.
+    pub const PEER_STATS: &str = "peer_stats";
+    /// [`Reflection`](super::Reflection) by [`peer_link`](super::peer_link), written by the programs alone.
+    pub const REFLECTIONS: &str = "reflections";
+    /// Living flows of peers that the hash would place elsewhere: [`Exception`](super::Exception) by
+    /// [`FlowKey`](super::FlowKey), written by the agent alone.
+    pub const EXCEPTIONS: &str = "exceptions";
+    /// [`Announcer`](super::Announcer) by [`Addr`](super::Addr) of a VIP whose announcer is elected.
+    pub const ANNOUNCERS: &str = "announcers";
     /// All of them.
-    pub const ALL: [&str; 18] = [
+    pub const ALL: [&str; 25] = [
         UPLINKS,
         VIPS,
         SERVICES,
@@ -92,6 +113,13 @@ pub mod map {
         CONTROL,
         PRESSURE,
         BUCKET,
+        PEERS,
+        PEER_MACS,
+        PEER_INFO,
+        PEER_STATS,
+        REFLECTIONS,
+        EXCEPTIONS,
+        ANNOUNCERS,
     ];
 }
 
@@ -209,14 +237,62 @@ pub struct Uplink {
     pub vlan: u16,
     /// `MODE_*`: how the forward path is attached.
     pub mode: u8,
+    /// Lengths of the `networks`' prefixes in bits of the mapped form (an IPv4 /24 is 120); 0 where one is not known.
+    pub prefixes: [u8; 2],
     /// Zero.
-    pub pad: [u8; 7],
+    pub pad: u8,
+    /// Index of the interface that has addresses and neighbours: the bridge of a port, else `ifindex`.
+    pub device: u32,
     /// Interface name, zero-terminated, for people.
     pub name: [u8; 16],
     /// UDP source ports whose packets reach pods directly in spite of [`UPLINK_BYPASS_DROP`]; 0 is unused.
     pub bypass_udp: [u16; MAX_BYPASS_UDP],
-    /// Next hop for clients outside the uplink's subnet; unspecified when there is none.
-    pub gateway: Addr,
+    /// Next hops for clients outside the uplink's subnets, IPv4 and IPv6; unspecified where there is none.
+    pub gateways: [Addr; 2],
+    /// The uplink's subnets, IPv4 and IPv6.
+    pub networks: [Addr; 2],
+}
+
+impl Uplink {
+    /// Next hop to an address outside of the uplink's subnets, where there is one.
+    #[inline(always)]
+    pub fn next_hop(&self, addr: &Addr) -> Option<Addr> {
+        if self.is_on_link(addr) {
+            return None;
+        }
+        let gateway = self.gateways[version(addr)];
+        (gateway != Addr::UNSPECIFIED).then_some(gateway)
+    }
+
+    /// Whether an address is in the uplink's subnet of its version. So is every one where that is not known.
+    #[inline(always)]
+    pub fn is_on_link(&self, addr: &Addr) -> bool {
+        let bits = u32::from(self.prefixes[version(addr)]);
+        if bits == 0 {
+            return true;
+        }
+        let (network, addr) = (self.networks[version(addr)].words(), addr.words());
+        let mut at = 0;
+        while at < 4 {
+            let differing = u32::from_be(network[at] ^ addr[at]);
+            let before = 32 * at as u32;
+            // Bits of this word that are the network's.
+            let own = bits.saturating_sub(before);
+            let others = 32_u32.saturating_sub(own);
+            // All 32 of them leave nothing to compare.
+            if differing.checked_shr(others).unwrap_or(0) != 0 {
+                return false;
+            }
+            at += 1;
+        }
+        true
+    }
+}
+
+/// Place of an address in what is kept for IPv4 and IPv6.
+#[inline(always)]
+pub fn version(addr: &Addr) -> usize {
+    if addr.is_v4() { 0 } else { 1 }
 }
 
 /// The forward path serves this uplink's VIPs. Clear on a NIC that only carries a default route.
@@ -253,7 +329,7 @@ pub struct Pass {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Vip {
     /// ARP and ND questions are answered before this time: `CLOCK_BOOTTIME` nanoseconds,
-    /// `u64::MAX` for ever, 0 never.
+    /// `u64::MAX` for ever, 0 never. Where the announcer is elected, [`Announcer`] has the time.
     pub answer_until: u64,
     /// `VIP_*` bits.
     pub flags: u32,
@@ -318,6 +394,8 @@ pub struct Service {
     pub count: u32,
     /// Zero.
     pub pad: u32,
+    /// Bit `n` is set where `candidates[n]` is on this node: what a peer hands on is for one of them.
+    pub local: u64,
     /// Backends that take new flows, sorted by stable identity.
     pub candidates: [Candidate; MAX_BACKENDS_PER_PORT],
     /// Zero.
@@ -330,6 +408,8 @@ pub struct Service {
 pub const SERVICE_INSTANCE: u16 = 1;
 /// The choice hashes the client's address only (`sessionAffinity: ClientIP`).
 pub const SERVICE_CLIENT_IP: u16 = 2;
+/// Some backend is on a node whose program does not reflect probes: flows that find no entry may be its own.
+pub const SERVICE_SILENT: u16 = 4;
 
 /// One pod port behind one VIP port.
 #[repr(C)]
@@ -345,6 +425,10 @@ pub struct Backend {
     pub generation: u16,
     /// `BACKEND_*` bits.
     pub flags: u16,
+    /// Number of the node that it is on, 0 for this one.
+    pub peer: u16,
+    /// Zero.
+    pub pad: u16,
 }
 
 /// The backend exists: its flows go on. Clear once it is gone.
@@ -448,7 +532,7 @@ impl FlowKey {
 ///
 /// In a forward entry `addr:port` is the pod, in a reply entry it is the VIP.
 #[repr(C)]
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub struct Flow {
     /// Address that replaces the packet's: the pod as destination (forward), the VIP as source (reply).
     pub addr: Addr,
@@ -458,7 +542,8 @@ pub struct Flow {
     pub client_port: u16,
     /// Backend id.
     pub backend: u32,
-    /// Forward: the client's last acknowledgment number (host order), to build a RST that it accepts.
+    /// The last acknowledgment number of this direction (host order), to build a RST that its sender accepts; 0 while it
+    /// is not known.
     pub last_ack: u32,
     /// Id of the VIP port.
     pub service: u16,
@@ -474,7 +559,7 @@ pub struct Flow {
     pub bytes: u64,
     /// MAC that the client's packets come from.
     pub last_hop: [u8; 6],
-    /// Slot of the uplink on which the client's packets arrive.
+    /// Slot of the uplink on which the client's packets arrive, and [`FLOW_HANDED_ON`].
     pub uplink: u8,
     /// `FLOW_*` bits.
     pub state: u8,
@@ -488,6 +573,101 @@ pub const CLOSING_GUARD: u64 = 60;
 pub const FLOW_CLAIMED: u8 = 2;
 /// The living table had no room: the client's next packet is refused.
 pub const FLOW_REFUSED: u8 = 4;
+
+/// Begun by a packet in mid-flow: the pod's RST would say that the flow is elsewhere, not that it has ended.
+pub const FLOW_MISS: u8 = 8;
+/// On its way to the pod of a peer, which alone tells the client when that pod is gone.
+pub const FLOW_ELSEWHERE: u8 = 16;
+/// In [`Flow::uplink`]: the client's packets come by way of a peer, so `last_hop` does not lead to the client.
+pub const FLOW_HANDED_ON: u8 = 0x80;
+
+/// The node of a peer as seen on one uplink.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+pub struct Peer {
+    /// Its MAC there; zero while it is not known.
+    pub mac: [u8; 6],
+    /// `PEER_*` bits.
+    pub flags: u16,
+    /// Its own addresses there: what comes from them is its own traffic, not handed on.
+    pub addrs: [Addr; MAX_PEER_ADDRS],
+}
+
+/// Probes come back from its program: it takes new flows.
+pub const PEER_REFLECTS: u16 = 1;
+
+/// Index of a peer on an uplink, in `peers` and `reflections`.
+#[inline(always)]
+pub const fn peer_link(peer: u32, uplink: u32) -> u32 {
+    peer * MAX_UPLINKS + uplink
+}
+
+/// The MAC of a peer on an uplink.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]
+pub struct PeerMac {
+    /// The MAC.
+    pub mac: [u8; 6],
+    /// Slot of the uplink.
+    pub uplink: u16,
+}
+
+/// A peer for people and for the next agent.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PeerInfo {
+    /// Its node's name; empty for a free number.
+    pub name: [u8; NAME_LEN],
+    /// Version of its agent, zero-padded.
+    pub version: [u8; 32],
+    /// `PEER_IS_*` bits.
+    pub flags: u32,
+    /// Zero.
+    pub pad: u32,
+    /// When `flags` last changed: `CLOCK_BOOTTIME` nanoseconds.
+    pub since: u64,
+}
+
+/// Its agent's heartbeats are heard.
+pub const PEER_IS_LIVE: u32 = 1;
+/// Its program reflects probes.
+pub const PEER_IS_REFLECTING: u32 = 2;
+/// Its exceptions are known here.
+pub const PEER_IS_SYNCED: u32 = 4;
+
+/// The last probe that a peer's program sent back.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Reflection {
+    /// Nonce of the probe.
+    pub nonce: u64,
+    /// When it came back: `CLOCK_BOOTTIME` nanoseconds.
+    pub at: u64,
+}
+
+/// Where a flow sits that the hash would place elsewhere.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Exception {
+    /// Number of the peer.
+    pub peer: u32,
+}
+
+/// Who announces a VIP by election, as this node sees it.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Announcer {
+    /// This node answers before this time: `CLOCK_BOOTTIME` nanoseconds.
+    pub answer_until: u64,
+    /// Epoch of the highest claim heard or made.
+    pub epoch: u64,
+    /// When the present announcer was first seen: `CLOCK_BOOTTIME` nanoseconds.
+    pub since: u64,
+    /// Node that announces it; empty for none.
+    pub holder: [u8; NAME_LEN],
+    /// What nodes disagree on, for people; empty where they do not.
+    pub conflict: [u8; NAME_LEN],
+}
 
 /// Packets and bytes of a VIP port or a backend, per CPU.
 #[repr(C)]
@@ -548,6 +728,15 @@ pub struct Control {
     pub synced_at: u64,
     /// Version of that agent, zero-padded.
     pub agent_version: [u8; 32],
+    /// Before this time peers may not yet have told where their flows are: what finds no entry in mid-flow
+    /// is not reset. `CLOCK_BOOTTIME` nanoseconds.
+    pub settle_until: u64,
+    /// UDP port of heartbeats and probes, host order.
+    pub heartbeat_port: u16,
+    /// How many peers are known; without any, nobody's MAC is looked up.
+    pub peers: u16,
+    /// Zero.
+    pub pad: u32,
 }
 
 /// What the programs tell about their tables.
@@ -589,13 +778,13 @@ macro_rules! sizes {
 sizes! {
     Addr = 16,
     Filter = 32,
-    Uplink = 104,
+    Uplink = 152,
     Pass = 4,
     Vip = 48,
     ServiceKey = 20,
     Candidate = 8,
-    Service = 544,
-    Backend = 24,
+    Service = 552,
+    Backend = 28,
     PodPort = 168,
     Pod = 4,
     FlowKey = 40,
@@ -603,9 +792,15 @@ sizes! {
     Traffic = 40,
     PortInfo = 216,
     BackendInfo = 192,
-    Control = 88,
+    Control = 104,
     Pressure = 8,
     Bucket = 16,
+    Peer = 72,
+    PeerMac = 8,
+    PeerInfo = 144,
+    Reflection = 16,
+    Exception = 4,
+    Announcer = 216,
 }
 
 const _: () = {
@@ -613,14 +808,17 @@ const _: () = {
     assert!(offset_of!(Uplink, name) == 56);
     assert!(offset_of!(Vip, pass) == 16);
     assert!(offset_of!(Service, seed) == 8);
-    assert!(offset_of!(Service, candidates) == 24);
-    assert!(offset_of!(Service, version_tail) == 540);
+    assert!(offset_of!(Service, candidates) == 32);
+    assert!(offset_of!(Service, version_tail) == 548);
     assert!(offset_of!(Backend, service) == 18);
     assert!(offset_of!(FlowKey, client_port) == 32);
     assert!(offset_of!(Flow, backend) == 20);
     assert!(offset_of!(Flow, started) == 32);
     assert!(offset_of!(Flow, last_hop) == 56);
     assert!(offset_of!(Control, agent_pid) == 36);
+    assert!(offset_of!(Control, settle_until) == 88);
+    assert!(offset_of!(Peer, addrs) == 8);
+    assert!(offset_of!(Announcer, holder) == 24);
 };
 
 #[cfg(feature = "user")]
@@ -638,6 +836,12 @@ mod text {
                 IpAddr::V6(v6) => v6.octets(),
             };
             Self { octets }
+        }
+    }
+
+    impl From<Ipv6Addr> for Addr {
+        fn from(ip: Ipv6Addr) -> Self {
+            IpAddr::V6(ip).into()
         }
     }
 
@@ -692,7 +896,7 @@ pub use text::{from_name, to_name};
 #[cfg(all(test, feature = "user"))]
 mod tests {
     use super::*;
-    use std::net::{IpAddr, Ipv4Addr};
+    use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
     #[test]
     fn an_ipv4_address_is_recognisable_in_a_dump() {
@@ -709,6 +913,43 @@ mod tests {
         let addr = Addr::from("fd2e:6f44:5dd8::2".parse::<IpAddr>().expect("valid"));
         assert!(!addr.is_v4());
         assert_eq!(addr.to_string(), "fd2e:6f44:5dd8::2");
+    }
+
+    #[test]
+    fn an_uplink_knows_its_subnet() {
+        let v4 = |octets: [u8; 4]| Addr::from(Ipv4Addr::from(octets));
+        let v6 = |text: &str| Addr::from(text.parse::<Ipv6Addr>().expect("address"));
+        let mut uplink = Uplink {
+            vip_filter: Filter::default(),
+            ifindex: 1,
+            flags: 0,
+            mac: [0; 6],
+            vlan: 0,
+            mode: 0,
+            prefixes: [96 + 24, 0],
+            pad: 0,
+            device: 1,
+            name: [0; 16],
+            bypass_udp: [0; MAX_BYPASS_UDP],
+            gateways: [Addr::UNSPECIFIED; 2],
+            networks: [Addr::from(Ipv4Addr::new(172, 22, 0, 0)), Addr::UNSPECIFIED],
+        };
+        assert!(uplink.is_on_link(&v4([172, 22, 0, 100])));
+        assert!(!uplink.is_on_link(&v4([172, 22, 1, 100])));
+        assert!(uplink.is_on_link(&v6("fd00::1")), "it is not known");
+        uplink.prefixes[0] = 128;
+        assert!(!uplink.is_on_link(&v4([172, 22, 0, 1])));
+        uplink.prefixes = [0, 60];
+        assert!(uplink.is_on_link(&v4([10, 0, 0, 1])));
+        uplink.networks[1] = v6("fd00:22::");
+        assert!(uplink.is_on_link(&v6("fd00:22:0:f::1")));
+        assert!(!uplink.is_on_link(&v6("fd00:22:0:10::1")));
+        assert!(!uplink.is_on_link(&v6("fd01:22::1")));
+        assert_eq!(uplink.next_hop(&v6("fd01::1")), None);
+        uplink.gateways[1] = v6("fe80::1");
+        assert_eq!(uplink.next_hop(&v6("fd01::1")), Some(v6("fe80::1")));
+        uplink.prefixes[1] = 128;
+        assert!(!uplink.is_on_link(&v6("fd00:22::1")));
     }
 
     #[test]

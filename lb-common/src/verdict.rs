@@ -52,6 +52,18 @@ macro_rules! verdicts {
                 )
             }
 
+            /// Whether the packet goes to another node.
+            #[inline(always)]
+            pub const fn is_handed_on(self) -> bool {
+                matches!(
+                    self,
+                    Self::HandedOn
+                        | Self::HandedOnNew
+                        | Self::HandedOnMiss
+                        | Self::HandedOnException
+                )
+            }
+
             /// One sentence for people.
             pub const fn explanation(self) -> &'static str {
                 match self { $(Self::$variant => $text,)+ }
@@ -82,7 +94,7 @@ verdicts! {
     DroppedRefused = "dropped_refused", Drop, "Would have been refused with a RST, but the VIP says `refuse: drop`.";
     DroppedRateLimited = "dropped_rate_limited", Drop, "Would have been refused with a RST, but there were too many in this second.";
     DroppedReset = "dropped_reset", Drop, "RST for a port or flow that we do not serve; a RST is never answered (RFC 9293 section 3.10.7.1).";
-    DroppedCollision = "dropped_collision", Drop, "New flow whose client port is in use to the same pod port through another VIP port.";
+    DroppedCollision = "dropped_collision", Drop, "New flow whose client port is in use to the same pod port through another VIP port, and no other port was found for it; the client sends again.";
     DroppedNoRoom = "dropped_no_room", Drop, "No room for another young flow; the client's SYN is tried again by itself.";
     DroppedTableFull = "dropped_table_full", Drop, "Segment of a pod whose flow found no room in the living table; the client is refused at its next packet.";
     DroppedInconsistent = "dropped_inconsistent", Drop, "A table changed while it was read, twice in a row; the client sends again.";
@@ -96,6 +108,24 @@ verdicts! {
     DroppedReplyUnknown = "dropped_reply_unknown", Drop, "Segment of a served pod port to a client without a flow: let through it would show the pod's address.";
     DroppedRewrite = "dropped_rewrite", Drop, "The kernel refused to rewrite the packet (out of memory).";
     DroppedSource = "dropped_source", Drop, "From an address that no other host has: of this network, loopback, multicast, broadcast (RFC 1122 section 3.2.1.3) or the VIP itself.";
+    HandedOn = "handed_on", Transmit, "Client to a pod of another node, flow known: sent to that node, which rewrites it and answers the client itself.";
+    HandedOnNew = "handed_on_new", Transmit, "SYN of a new flow: a backend of another node was chosen; sent to that node.";
+    HandedOnMiss = "handed_on_miss", Transmit, "Packet in mid-flow without an entry, which the hash places on another node: sent to that node.";
+    HandedOnException = "handed_on_exception", Transmit, "Packet of a flow that sits on another node than the hash would place it on, as that node has told: sent to it.";
+    ProbeReflected = "probe_reflected", Transmit, "Probe of a peer, sent back: new flows reach this node.";
+    DroppedProbeReturned = "dropped_probe_returned", Drop, "Probe of this node that a peer sent back; noted and consumed.";
+    DroppedNotHere = "dropped_not_here", Drop, "Handed on by a peer, of a flow that is not known here, or to a VIP port without a pod here: the nodes' tables differ for a moment, or a flow was lost. Never reset, the client sends again.";
+    DroppedNoPeer = "dropped_no_peer", Drop, "For a pod of a node whose MAC is not known on this uplink.";
+    DroppedTtl = "dropped_ttl", Drop, "For a pod of another node, but its time to live is used up.";
+    DroppedSettling = "dropped_settling", Drop, "In mid-flow without an entry, or a pod's RST to such a packet, while peers may not yet have told where their flows are; the client sends again.";
+    NdAnswered = "nd_answered", Transmit, "Neighbor solicitation (IPv6) for an announced VIP, answered.";
+    DroppedNdSilent = "dropped_nd_silent", Drop, "Neighbor solicitation for a VIP that this node does not announce now; consumed, or the kernel might answer.";
+    DroppedNdClaim = "dropped_nd_claim", Drop, "Somebody else's neighbor advertisement for a VIP: it would make this node's kernel send there.";
+    DroppedNdInvalid = "dropped_nd_invalid", Drop, "Neighbor message about a VIP that has passed a router or whose length or checksum is wrong (RFC 4861 section 7.1).";
+    EchoAnswered = "echo_answered", Transmit, "Echo request (ping) for an announced VIP, answered.";
+    ForwardedIcmp = "forwarded_icmp", Pass, "ICMP error about a reply of a pod (fragmentation needed, packet too big, unreachable): steered to that pod by the packet that it quotes, which is rewritten too.";
+    RepliedIcmp = "replied_icmp", Pass, "ICMP error about a client's packet to a pod: it and what it quotes carry the VIP instead of the pod.";
+    DroppedIcmpUnknown = "dropped_icmp_unknown", Drop, "ICMP error for the VIP about a TCP flow that is not known.";
 }
 
 /// Counters in the `verdicts` map; room for names to come.

@@ -9,7 +9,7 @@ fn every_verdict_is_explained_in_the_operations_manual() {
         let action = match verdict.action() {
             Action::Pass => "passes",
             Action::Drop => "dropped",
-            Action::Transmit => "answered",
+            Action::Transmit => "sent out",
             Action::Redirect => "redirected",
         };
         let (name, text) = (verdict.name(), verdict.explanation());

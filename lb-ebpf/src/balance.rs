@@ -3,23 +3,25 @@
 use aya_ebpf::helpers::{bpf_jiffies64, bpf_ktime_get_boot_ns};
 use core::sync::atomic::{Ordering, compiler_fence};
 use lb_common::{
-    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, FLOW_CLAIMED, FLOW_CLOSING, FLOW_REFUSED, Flow,
-    FlowKey, MAX_PASS, POD_HOST, ServiceKey, UPLINK_BYPASS_DROP, Uplink, VIP_EXTERNAL, Verdict,
-    Vip, backend_generation, backend_index, choice, field,
+    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, FLOW_CLAIMED, FLOW_CLOSING, FLOW_ELSEWHERE,
+    FLOW_HANDED_ON, FLOW_MISS, FLOW_REFUSED, Flow, FlowKey, MAX_PASS, POD_HOST, ServiceKey,
+    UPLINK_BYPASS_DROP, Uplink, VIP_EXTERNAL, Verdict, Vip, backend_generation, backend_index,
+    choice, field,
     packet::{
-        self, Change, EthernetHeader, Ipv4, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Tcp, TcpHeader,
+        self, Change, EthernetHeader, Ip, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Tcp, TcpHeader,
         UdpHeader, ethertype, mac_word, protocol,
     },
 };
 
 use crate::{
     flows,
-    hook::Hook,
+    hook::{Hook, find_transport},
+    icmp,
     maps::{
         BACKENDS, CONTROL, DIRECT, LIVING, PODS, PRESSURE, SERVICES, UPLINK, UPLINKS, VIPS, YOUNG,
-        count_in,
+        count_in, keep,
     },
-    neighbor, refuse,
+    neighbor, peers, refuse,
 };
 
 /// Takes a frame through the forward path.
@@ -49,26 +51,35 @@ pub fn forward<H: Hook>(hook: &mut H) -> Verdict {
     if link.vlan != uplink.vlan {
         return Verdict::PassedOtherVlan;
     }
-    match link.ethertype {
-        ethertype::IPV4 => ipv4(hook, uplink, link.network, group),
-        ethertype::ARP => neighbor::arp(hook, uplink, link.network),
-        _ => Verdict::Passed,
-    }
-}
-
-#[inline(always)]
-fn ipv4<H: Hook>(hook: &mut H, uplink: &Uplink, offset: usize, group: bool) -> Verdict {
-    let Some(ip) = packet::ipv4(hook, offset) else {
+    let ip = match link.ethertype {
+        ethertype::IPV4 => packet::ipv4(hook, link.network),
+        ethertype::IPV6 => packet::ipv6(hook, link.network),
+        ethertype::ARP => return neighbor::arp(hook, uplink, link.network),
+        _ => return Verdict::Passed,
+    };
+    let Some(mut ip) = ip else {
         return Verdict::Passed;
     };
-    if uplink.vip_filter.may_contain(ip.destination)
-        && let Some(verdict) = to_vip(hook, &ip, group)
+    if ip.is_v6() {
+        // A mapped address is none on a wire, and must not be taken for the IPv4 address that maps to it.
+        if ip.destination.is_v4() {
+            return Verdict::Passed;
+        }
+        if let Some(verdict) = neighbor::solicitation(hook, uplink, &ip, group) {
+            return verdict;
+        }
+    }
+    if let Some(verdict) = peers::probe(hook, uplink, &ip) {
+        return verdict;
+    }
+    if uplink.vip_filter.may_contain(ip.destination.v4_raw())
+        && let Some(verdict) = to_vip(hook, &mut ip, group)
     {
         return verdict;
     }
     match CONTROL.get(0) {
-        Some(control) if control.pod_filter.may_contain(ip.destination) => {
-            direct(hook, uplink, &ip)
+        Some(control) if control.pod_filter.may_contain(ip.destination.v4_raw()) => {
+            direct(hook, uplink, &mut ip)
         }
         _ => Verdict::Passed,
     }
@@ -76,40 +87,54 @@ fn ipv4<H: Hook>(hook: &mut H, uplink: &Uplink, offset: usize, group: bool) -> V
 
 /// A packet that may be for a VIP; `None` when it is not.
 #[inline(always)]
-fn to_vip<H: Hook>(hook: &mut H, ip: &Ipv4, group: bool) -> Option<Verdict> {
-    let vip_addr = Addr::from_v4_raw(ip.destination);
-    if ip.protocol != protocol::TCP || ip.fragment || group {
-        let vip = vip(&vip_addr)?;
-        return Some(not_tcp(hook, ip, &vip, group));
+fn to_vip<H: Hook>(hook: &mut H, ip: &mut Ip, group: bool) -> Option<Verdict> {
+    if find_transport(hook, ip).is_none() {
+        vip(&ip.destination)?;
+        return Some(Verdict::DroppedMalformed);
     }
-    hook.pull(ip.transport + size_of::<TcpHeader>());
+    if ip.protocol != protocol::TCP || ip.is_fragment() || group {
+        let vip = vip(&ip.destination)?;
+        let verdict = not_tcp(hook, ip, vip, group);
+        if verdict.is_handed_on() {
+            return Some(peers::hand_on(hook, ip, verdict));
+        }
+        return Some(verdict);
+    }
+    hook.pull(ip.transport() + size_of::<TcpHeader>());
     let Some(tcp) = packet::tcp(hook, ip) else {
-        vip(&vip_addr)?;
+        vip(&ip.destination)?;
         return Some(Verdict::DroppedMalformed);
     };
-    let key = FlowKey::forward(
-        Addr::from_v4_raw(ip.source),
-        tcp.source,
-        vip_addr,
-        tcp.destination,
-    );
-    let verdict = lookup(hook, ip, &tcp, &key)?;
+    let key = FlowKey::forward(ip.source, tcp.source, ip.destination, tcp.destination);
+    let kept = keep(ip, &tcp, &key)?;
+    let (ip, tcp, key) = (&kept.ip, &kept.tcp, &kept.key);
+    let verdict = lookup(hook, ip, tcp, key)?;
     // In one place, for all refusals: the code is large.
     if verdict.is_refusal() {
-        return Some(refuse::refuse(hook, ip, &tcp, verdict));
+        return Some(refuse::refuse(hook, ip, tcp, verdict));
+    }
+    if verdict.is_handed_on() {
+        return Some(peers::hand_on(hook, ip, verdict));
     }
     Some(verdict)
 }
 
 /// Finds the flow of a packet, or begins one; `None` when the address is no VIP of this uplink.
 #[inline(always)]
-fn lookup<H: Hook>(hook: &mut H, ip: &Ipv4, tcp: &Tcp, key: &FlowKey) -> Option<Verdict> {
+fn lookup<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Verdict> {
     if let Some(flow) = LIVING.get_ptr_mut(key) {
         // SAFETY: the value is this map's; concurrent writers keep every field a valid integer.
         if let Some(verdict) = living(hook, ip, tcp, key, unsafe { &mut *flow }) {
             return Some(verdict);
         }
-    } else if let Some(flow) = YOUNG.get_ptr_mut(key) {
+    }
+    peers::note_handed_on(hook, ip);
+    if !peers::handed_on()
+        && let Some(verdict) = peers::exception(tcp, key)
+    {
+        return Some(verdict);
+    }
+    if let Some(flow) = YOUNG.get_ptr_mut(key) {
         // SAFETY: as above.
         if let Some(verdict) = young(hook, ip, tcp, key, unsafe { &mut *flow }) {
             return Some(verdict);
@@ -120,10 +145,10 @@ fn lookup<H: Hook>(hook: &mut H, ip: &Ipv4, tcp: &Tcp, key: &FlowKey) -> Option<
 
 /// The VIP of an address, if it belongs to this uplink.
 #[inline(always)]
-pub fn vip(addr: &Addr) -> Option<Vip> {
-    // SAFETY: read once, copied out.
+pub fn vip(addr: &Addr) -> Option<&'static Vip> {
+    // SAFETY: only read; an update meanwhile costs one wrong answer at most.
     let vip = unsafe { VIPS.get(addr) }?;
-    (vip.uplink == UPLINK.load()).then_some(*vip)
+    (vip.uplink == UPLINK.load()).then_some(vip)
 }
 
 /// The backend of an id, if that very backend still exists.
@@ -138,7 +163,7 @@ pub fn alive(id: u32) -> Option<&'static Backend> {
 #[inline(always)]
 fn living<H: Hook>(
     hook: &mut H,
-    ip: &Ipv4,
+    ip: &Ip,
     tcp: &Tcp,
     key: &FlowKey,
     flow: &mut Flow,
@@ -146,11 +171,15 @@ fn living<H: Hook>(
     if alive(flow.backend).is_none() {
         flows::remove_living(key, flow);
         let _ = YOUNG.remove(key);
+        peers::note_handed_on(hook, ip);
         return gone(tcp);
     }
     let change = to_pod(ip, tcp, flow);
     let bytes = frame_length(ip);
-    note_client(hook, ip, tcp, flow, bytes);
+    note_client(tcp, flow, bytes);
+    if comes_otherwise(hook, flow) {
+        note_way(hook, flow, peers::has_handed_on(hook, ip));
+    }
     count_in(flow.service, backend_index(flow.backend), bytes, false);
     if tcp.flags & TCP_FIN != 0 {
         flow.client_fin = 1;
@@ -167,7 +196,7 @@ fn living<H: Hook>(
 #[inline(always)]
 fn young<H: Hook>(
     hook: &mut H,
-    ip: &Ipv4,
+    ip: &Ip,
     tcp: &Tcp,
     key: &FlowKey,
     flow: &mut Flow,
@@ -176,6 +205,15 @@ fn young<H: Hook>(
     let id = flow.backend;
     let backend = alive(id);
     let new = syn && flow.state & FLOW_CLOSING != 0;
+    let peer = backend.map_or(0, |backend| u32::from(backend.peer));
+    if peer != 0 && peers::handed_on() {
+        // From when we were the first to see it, or the peer's table differs.
+        if !syn {
+            return Some(Verdict::DroppedNotHere);
+        }
+        let _ = YOUNG.remove(key);
+        return None;
+    }
     if syn {
         // A retransmission must not hop to another backend while this one takes new flows.
         if flow.state & FLOW_REFUSED != 0
@@ -190,20 +228,21 @@ fn young<H: Hook>(
             flow.started = unsafe { bpf_ktime_get_boot_ns() };
             flow.bytes = 0;
         }
-        flow.state = 0;
+        flow.state &= FLOW_ELSEWHERE;
         flow.client_fin = 0;
         flow.pod_fin = 0;
     } else if backend.is_none() {
+        let elsewhere = flow.state & FLOW_ELSEWHERE != 0;
         let _ = YOUNG.remove(key);
-        return gone(tcp);
+        return if elsewhere { None } else { gone(tcp) };
     } else if flow.state & FLOW_REFUSED != 0 {
         let _ = YOUNG.remove(key);
         return Some(Verdict::RefusedTableFull);
     }
-    let change = to_pod(ip, tcp, flow);
     let bytes = frame_length(ip);
     if flow.state & FLOW_CLOSING == 0 {
-        note_client(hook, ip, tcp, flow, bytes);
+        note_client(tcp, flow, bytes);
+        note_way(hook, flow, peers::handed_on());
         if tcp.flags & TCP_FIN != 0 {
             flow.client_fin = 1;
             // The reply path may have made it living meanwhile, without the mark.
@@ -216,6 +255,18 @@ fn young<H: Hook>(
             flow.state |= FLOW_CLOSING | FLOW_CLAIMED;
         }
     }
+    if peer != 0 {
+        let verdict = if new {
+            Verdict::HandedOnNew
+        } else {
+            Verdict::HandedOn
+        };
+        return Some(peers::to(peer, verdict));
+    }
+    if flow.client_port != key.client_port {
+        flows::keep_translated(key, flow);
+    }
+    let change = to_pod(ip, tcp, flow);
     let service = flow.service;
     count_in(service, backend_index(id), bytes, new);
     let verdict = if new {
@@ -237,18 +288,30 @@ fn gone(tcp: &Tcp) -> Option<Verdict> {
 
 /// A packet without an entry: chooses a backend; `None` when the address is no VIP of this uplink.
 #[inline(always)]
-fn begin<H: Hook>(hook: &mut H, ip: &Ipv4, tcp: &Tcp, key: &FlowKey) -> Option<Verdict> {
+fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Verdict> {
     let vip = vip(&key.addr)?;
     let syn = tcp.flags & (TCP_SYN | TCP_ACK) == TCP_SYN;
+    if !syn && peers::handed_on() {
+        return Some(Verdict::DroppedNotHere);
+    }
     let chosen = match choose(key) {
+        Choice::NoService | Choice::NoBackend if peers::handed_on() => {
+            return Some(Verdict::DroppedNotHere);
+        }
         Choice::NoService => {
-            if listed(&vip, protocol::TCP, key.port) {
+            if listed(vip, protocol::TCP, key.port) {
                 return Some(Verdict::PassedListed);
             }
             if vip.flags & VIP_EXTERNAL != 0 {
                 return Some(Verdict::PassedExternal);
             }
+            if !syn && peers::may_have(key.addr, key.port) {
+                return Some(Verdict::DroppedSettling);
+            }
             return Some(Verdict::RefusedNoService);
+        }
+        Choice::NoBackend if !syn && peers::may_have(key.addr, key.port) => {
+            return Some(Verdict::DroppedSettling);
         }
         Choice::NoBackend => {
             return Some(Verdict::RefusedNoBackend);
@@ -266,6 +329,20 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ipv4, tcp: &Tcp, key: &FlowKey) -> Option<V
     if backend.service != service {
         return Some(Verdict::DroppedInconsistent);
     }
+    let peer = u32::from(backend.peer);
+    if peer != 0 {
+        if !syn {
+            // No entry: it would outlive a moment in which the nodes' tables differ.
+            return Some(peers::to(peer, Verdict::HandedOnMiss));
+        }
+        let mut flow = flows::young(key, backend, id);
+        note_client(tcp, &mut flow, frame_length(ip));
+        note_way(hook, &mut flow, false);
+        flow.state = FLOW_ELSEWHERE;
+        // Without an entry the hash finds the same node as long as the tables stay.
+        let _ = YOUNG.insert(key, &flow, 0);
+        return Some(peers::to(peer, Verdict::HandedOnNew));
+    }
     if syn
         && PRESSURE
             .get(0)
@@ -273,20 +350,27 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ipv4, tcp: &Tcp, key: &FlowKey) -> Option<V
     {
         return Some(Verdict::RefusedTableFull);
     }
-    if flows::collides(key, backend) {
+    let Some(client_port) = flows::free_port(key, backend) else {
         return Some(Verdict::DroppedCollision);
-    }
+    };
     let mut flow = flows::young(key, backend, id);
+    flow.client_port = client_port;
     let bytes = frame_length(ip);
-    note_client(hook, ip, tcp, &mut flow, bytes);
+    note_client(tcp, &mut flow, bytes);
+    note_way(hook, &mut flow, peers::handed_on());
     if tcp.flags & TCP_FIN != 0 {
         flow.client_fin = 1;
     }
     if tcp.flags & TCP_RST != 0 {
         flow.state = FLOW_CLOSING | FLOW_CLAIMED;
+    } else if !syn && peers::are_known() {
+        flow.state = FLOW_MISS;
     }
     if YOUNG.insert(key, &flow, 0).is_err() {
         return Some(Verdict::DroppedNoRoom);
+    }
+    if client_port != key.client_port {
+        flows::keep_translated(key, &flow);
     }
     count_in(service, backend_index(id), bytes, syn);
     let verdict = if syn {
@@ -297,6 +381,15 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ipv4, tcp: &Tcp, key: &FlowKey) -> Option<V
     Some(rewritten(hook, ip, &to_pod(ip, tcp, &flow), verdict))
 }
 
+/// Number of the node that the hash places a flow on, 0 for this one.
+#[inline(always)]
+pub fn place(key: &FlowKey) -> Option<u16> {
+    match choose(key) {
+        Choice::Backend { id, .. } => Some(alive(id)?.peer),
+        _ => None,
+    }
+}
+
 enum Choice {
     NoService,
     NoBackend,
@@ -304,7 +397,8 @@ enum Choice {
     Backend { id: u32, service: u16 },
 }
 
-/// Chooses among the VIP port's candidates, and trusts the answer only if the value was whole.
+/// Chooses among the VIP port's candidates, for what a peer handed on among those of this node, and trusts the answer
+/// only if the value was whole.
 #[inline(always)]
 fn choose(key: &FlowKey) -> Choice {
     for _ in 0..2 {
@@ -314,7 +408,9 @@ fn choose(key: &FlowKey) -> Choice {
         };
         let (version, id, count) = (service.version, service.id, service.count);
         compiler_fence(Ordering::SeqCst);
-        let best = choice::choose(service, key);
+        // All of them unless it was handed on; without a branch, to be verified once.
+        let among = service.local | peers::handed_on_word().wrapping_sub(1);
+        let best = choice::choose(service, key, among);
         compiler_fence(Ordering::SeqCst);
         if service.version_tail != version || service.version != version || service.id != id {
             continue;
@@ -324,7 +420,7 @@ fn choose(key: &FlowKey) -> Choice {
                 id: backend,
                 service: id,
             },
-            None if count == 0 => Choice::NoBackend,
+            None if count == 0 || peers::handed_on() => Choice::NoBackend,
             None => Choice::Inconsistent,
         };
     }
@@ -333,10 +429,10 @@ fn choose(key: &FlowKey) -> Choice {
 
 /// The rewrite that brings a client's packet to the flow's pod.
 #[inline(always)]
-fn to_pod(ip: &Ipv4, tcp: &Tcp, flow: &Flow) -> Change {
+fn to_pod(ip: &Ip, tcp: &Tcp, flow: &Flow) -> Change {
     Change {
         old_addr: ip.destination,
-        new_addr: flow.addr.v4_raw(),
+        new_addr: flow.addr,
         old_port: tcp.destination,
         new_port: flow.port,
         old_other_port: tcp.source,
@@ -346,27 +442,49 @@ fn to_pod(ip: &Ipv4, tcp: &Tcp, flow: &Flow) -> Change {
 
 /// Length of the frame, from the headers: at XDP the bytes at hand may be a part.
 #[inline(always)]
-pub fn frame_length(ip: &Ipv4) -> u64 {
-    ip.offset as u64 + u64::from(ip.total_length)
+pub fn frame_length(ip: &Ip) -> u64 {
+    ip.network() as u64 + u64::from(ip.length)
 }
 
 /// Notes what a client's packet tells about its flow.
 #[inline(always)]
-fn note_client<H: Hook>(hook: &H, _ip: &Ipv4, tcp: &Tcp, flow: &mut Flow, bytes: u64) {
+fn note_client(tcp: &Tcp, flow: &mut Flow, bytes: u64) {
     // SAFETY: a helper without arguments.
     flow.last_seen = unsafe { bpf_jiffies64() };
     flow.bytes += bytes;
     if tcp.flags & TCP_ACK != 0 {
         flow.last_ack = tcp.acknowledgment;
     }
+}
+
+/// Whether a packet comes by another way than the last one of its flow: only then may it be a peer's, so that the
+/// look-up is spared for all others.
+#[inline(always)]
+fn comes_otherwise<H: Hook>(hook: &H, flow: &Flow) -> bool {
+    let Some(ethernet) = hook.at::<EthernetHeader>(0) else {
+        return false;
+    };
+    // SAFETY: `at` checked the bounds; a field of the map's value.
+    let (from, former) = unsafe {
+        (
+            mac_word(&raw const (*ethernet).source),
+            mac_word(&raw const flow.last_hop),
+        )
+    };
+    from != former || flow.uplink & !FLOW_HANDED_ON != UPLINK.load() as u8
+}
+
+/// Notes by which way a flow's packets come.
+#[inline(always)]
+fn note_way<H: Hook>(hook: &H, flow: &mut Flow, handed_on: bool) {
     if let Some(ethernet) = hook.at::<EthernetHeader>(0) {
         flow.last_hop = field!(ethernet, source);
     }
-    flow.uplink = UPLINK.load() as u8;
+    flow.uplink = UPLINK.load() as u8 | if handed_on { FLOW_HANDED_ON } else { 0 };
 }
 
 #[inline(always)]
-fn rewritten<H: Hook>(hook: &mut H, ip: &Ipv4, change: &Change, verdict: Verdict) -> Verdict {
+fn rewritten<H: Hook>(hook: &mut H, ip: &Ip, change: &Change, verdict: Verdict) -> Verdict {
     match hook.rewrite_destination(ip, change) {
         Some(()) => verdict,
         None => Verdict::DroppedRewrite,
@@ -375,14 +493,21 @@ fn rewritten<H: Hook>(hook: &mut H, ip: &Ipv4, change: &Change, verdict: Verdict
 
 /// What the VIP does with packets that cannot be balanced.
 #[inline(always)]
-fn not_tcp<H: Hook>(hook: &H, ip: &Ipv4, vip: &Vip, group: bool) -> Verdict {
+fn not_tcp<H: Hook>(hook: &mut H, ip: &Ip, vip: &Vip, group: bool) -> Verdict {
     if group {
         return Verdict::DroppedGroupMac;
     }
-    if !ip.fragment {
+    let is_icmp = ip.is_icmp();
+    if is_icmp
+        && !ip.is_fragment()
+        && let Some(verdict) = icmp::error(hook, ip)
+    {
+        return verdict;
+    }
+    if !ip.is_fragment() {
         let port = match ip.protocol {
             protocol::UDP => hook
-                .at::<UdpHeader>(ip.transport)
+                .at::<UdpHeader>(ip.transport())
                 .map_or(0, |udp| u16::from_be(field!(udp, destination))),
             _ => 0,
         };
@@ -393,8 +518,11 @@ fn not_tcp<H: Hook>(hook: &H, ip: &Ipv4, vip: &Vip, group: bool) -> Verdict {
     if vip.flags & VIP_EXTERNAL != 0 {
         return Verdict::PassedExternal;
     }
-    if ip.fragment {
+    if ip.is_fragment() {
         return Verdict::DroppedFragment;
+    }
+    if is_icmp && let Some(verdict) = icmp::echo(hook, ip, vip) {
+        return verdict;
     }
     Verdict::DroppedProtocol
 }
@@ -414,8 +542,8 @@ fn listed(vip: &Vip, protocol: u8, port: u16) -> bool {
 
 /// A packet from the uplink to an address that may be a pod's.
 #[inline(always)]
-fn direct<H: Hook>(hook: &H, uplink: &Uplink, ip: &Ipv4) -> Verdict {
-    let pod_addr = Addr::from_v4_raw(ip.destination);
+fn direct<H: Hook>(hook: &mut H, uplink: &Uplink, ip: &mut Ip) -> Verdict {
+    let pod_addr = ip.destination;
     // SAFETY: read once, copied out.
     let Some(pod) = (unsafe { PODS.get(&pod_addr) }) else {
         return Verdict::Passed;
@@ -424,11 +552,21 @@ fn direct<H: Hook>(hook: &H, uplink: &Uplink, ip: &Ipv4) -> Verdict {
         return Verdict::Passed;
     }
     let drop = uplink.flags & UPLINK_BYPASS_DROP != 0;
+    if find_transport(hook, ip).is_none() {
+        return if drop {
+            Verdict::DroppedBypass
+        } else {
+            Verdict::Passed
+        };
+    }
+    if ip.is_v6() {
+        hook.pull(ip.transport() + size_of::<TcpHeader>());
+    }
     match ip.protocol {
         // TCP does not fragment by itself: a SYN in pieces is an attempt to slip through.
-        protocol::TCP if drop && ip.fragment => Verdict::DroppedBypass,
+        protocol::TCP if drop && ip.is_fragment() => Verdict::DroppedBypass,
         protocol::TCP => {
-            let Some(tcp) = hook.at::<TcpHeader>(ip.transport) else {
+            let Some(tcp) = hook.at::<TcpHeader>(ip.transport()) else {
                 return if drop {
                     Verdict::DroppedBypass
                 } else {
@@ -446,7 +584,7 @@ fn direct<H: Hook>(hook: &H, uplink: &Uplink, ip: &Ipv4) -> Verdict {
             }
             let port = u16::from_be(field!(tcp, destination));
             let client_port = u16::from_be(field!(tcp, source));
-            let key = FlowKey::reply(Addr::from_v4_raw(ip.source), client_port, pod_addr, port);
+            let key = FlowKey::reply(ip.source, client_port, pod_addr, port);
             if flows::is_served(&pod_addr, port) {
                 // SAFETY: a helper without arguments.
                 let now = unsafe { bpf_jiffies64() };
@@ -456,8 +594,8 @@ fn direct<H: Hook>(hook: &H, uplink: &Uplink, ip: &Ipv4) -> Verdict {
             Verdict::Passed
         }
         // A later fragment is of no use to anybody without the first.
-        protocol::UDP if drop && !ip.later_fragment => {
-            let Some(udp) = hook.at::<UdpHeader>(ip.transport) else {
+        protocol::UDP if drop && !ip.is_later_fragment() => {
+            let Some(udp) = hook.at::<UdpHeader>(ip.transport()) else {
                 return Verdict::DroppedBypass;
             };
             let source = u16::from_be(field!(udp, source));

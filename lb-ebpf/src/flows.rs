@@ -152,54 +152,74 @@ pub fn leads_to(flow: &Flow, pod: &Addr, port: u16, client_port: u16) -> bool {
     flow.addr == *pod && flow.port == port && flow.client_port == client_port
 }
 
-/// Whether the client's port is in use to the backend's pod port through another VIP port: both
-/// connections would be one to the pod.
+/// How many ports are tried for a client before its SYN is dropped; it will come again.
+const ATTEMPTS: u32 = 5;
+
+/// The client's port towards the backend's pod port: its own or, where that is in use through another VIP port and
+/// both connections would be one to the pod, another that is free.
 #[inline(always)]
-pub fn collides(key: &FlowKey, backend: &Backend) -> bool {
-    let reply = FlowKey::reply(key.client, key.client_port, backend.addr, backend.port);
+pub fn free_port(key: &FlowKey, backend: &Backend) -> Option<u16> {
+    // SAFETY: read only; a concurrent update costs one wrong answer at most.
+    let Some(ways) = (unsafe { POD_PORTS.get(&ServiceKey::new(backend.addr, backend.port)) })
+    else {
+        // Being taken away.
+        return Some(key.client_port);
+    };
+    let mut port = key.client_port;
+    for _ in 0..ATTEMPTS {
+        if !is_taken(key, backend, ways, port) {
+            return Some(port);
+        }
+        // Any permutation does, as long as it is the same every time: a flow whose entry is lost finds its port again.
+        port = port.wrapping_mul(25_173).wrapping_add(13_849) | 0x8000;
+    }
+    None
+}
+
+/// Whether another flow of the client has a port towards the backend's pod port.
+#[inline(always)]
+fn is_taken(key: &FlowKey, backend: &Backend, ways: &PodPort, port: u16) -> bool {
+    let reply = FlowKey::reply(key.client, port, backend.addr, backend.port);
     // SAFETY: read once.
     if let Some(entry) = unsafe { LIVING_REPLY.get(&reply) } {
         let forward = FlowKey::forward(key.client, entry.client_port, entry.addr, entry.port);
         // Its own forward entry is missing, or we would not be here.
-        let own = entry.addr == key.addr && entry.port == key.port;
-        if !own && LIVING.get_ptr(&forward).is_some() {
+        if !is_same(&forward, key) && LIVING.get_ptr(&forward).is_some() {
             return true;
         }
         // A reply entry alone belongs to no flow: it must neither stand in the way of this one's nor
         // answer for another VIP port.
         let _ = LIVING_REPLY.remove(&reply);
     }
-    // SAFETY: read only; a concurrent update costs one wrong answer at most.
-    let Some(pod_port) = (unsafe { POD_PORTS.get(&ServiceKey::new(backend.addr, backend.port)) })
-    else {
-        return false;
-    };
-    pod_port.count > 1 && used_elsewhere(key, backend, pod_port)
+    ways.count > 1 && is_used_elsewhere(key, backend, ways, port)
 }
 
 #[inline(always)]
-fn used_elsewhere(key: &FlowKey, backend: &Backend, pod_port: &PodPort) -> bool {
+fn is_same(a: &FlowKey, b: &FlowKey) -> bool {
+    a.client_port == b.client_port && a.port == b.port && a.addr == b.addr
+}
+
+#[inline(always)]
+fn is_used_elsewhere(key: &FlowKey, backend: &Backend, ways: &PodPort, port: u16) -> bool {
     // SAFETY: a helper without arguments.
     let now = unsafe { bpf_jiffies64() };
     let second = u64::from(TICKS_PER_SECOND.load());
-    for at in 0..MAX_VIP_PORTS_PER_POD_PORT {
-        if at as u32 >= pod_port.count {
-            break;
-        }
-        let vip_port = pod_port.vip_ports[at];
-        if vip_port.addr == key.addr && vip_port.port == key.port {
+    for at in 0..=MAX_VIP_PORTS_PER_POD_PORT {
+        let Some(other) = way(key.client, ways, at, port, (backend.addr, backend.port)) else {
+            continue;
+        };
+        if is_same(&other, key) {
             continue;
         }
-        let other = FlowKey::forward(key.client, key.client_port, vip_port.addr, vip_port.port);
         // SAFETY: read only.
         if let Some(flow) = unsafe { LIVING.get(&other) }
-            && leads_to(flow, &backend.addr, backend.port, key.client_port)
+            && leads_to(flow, &backend.addr, backend.port, port)
         {
             return true;
         }
         // SAFETY: read only.
         if let Some(flow) = unsafe { YOUNG.get(&other) }
-            && leads_to(flow, &backend.addr, backend.port, key.client_port)
+            && leads_to(flow, &backend.addr, backend.port, port)
         {
             let guard = if flow.state & FLOW_CLOSING != 0 {
                 CLOSING_GUARD
@@ -214,4 +234,40 @@ fn used_elsewhere(key: &FlowKey, backend: &Backend, pod_port: &PodPort) -> bool 
         }
     }
     false
+}
+
+/// The key of the flow by which a client may have reached a pod port, its port there being `port`: one for each of the
+/// pod port's VIP ports, where the client's own port is the same, and last that of a translated flow.
+#[inline(always)]
+pub fn way(
+    client: Addr,
+    ways: &PodPort,
+    at: usize,
+    port: u16,
+    (addr, pod_port): (Addr, u16),
+) -> Option<FlowKey> {
+    if at < MAX_VIP_PORTS_PER_POD_PORT {
+        if at as u32 >= ways.count {
+            return None;
+        }
+        let vip_port = ways.vip_ports[at];
+        return Some(FlowKey::forward(client, port, vip_port.addr, vip_port.port));
+    }
+    // SAFETY: read only.
+    let entry = unsafe { YOUNG.get(&FlowKey::reply(client, port, addr, pod_port)) }?;
+    Some(FlowKey::forward(
+        client,
+        entry.client_port,
+        entry.addr,
+        entry.port,
+    ))
+}
+
+/// Keeps what a translated flow's replies are found by, while it is young.
+#[inline(always)]
+pub fn keep_translated(key: &FlowKey, flow: &Flow) {
+    let reply = reply_key(key, flow);
+    if YOUNG.get_ptr(&reply).is_none() {
+        let _ = YOUNG.insert(&reply, &reply_entry(key, flow), 0);
+    }
 }

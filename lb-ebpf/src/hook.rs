@@ -1,19 +1,26 @@
 //! The hooks that the engine runs at: how each reaches, changes and cuts a packet.
 
 use aya_ebpf::{
-    bindings::{__sk_buff, BPF_F_PSEUDO_HDR},
+    bindings::{__sk_buff, BPF_F_PSEUDO_HDR, BPF_F_RECOMPUTE_CSUM},
     helpers::{
-        bpf_l3_csum_replace, bpf_l4_csum_replace, bpf_skb_change_tail, bpf_skb_pull_data,
-        bpf_skb_store_bytes, bpf_xdp_adjust_tail,
+        bpf_csum_update, bpf_fib_lookup, bpf_l3_csum_replace, bpf_l4_csum_replace,
+        bpf_skb_change_tail, bpf_skb_pull_data, bpf_skb_store_bytes, bpf_xdp_adjust_tail,
     },
     programs::{TcContext, XdpContext},
 };
 use core::mem::offset_of;
 use lb_common::{
-    MODE_NATIVE, MODE_TC,
+    Addr, MODE_NATIVE, MODE_TC,
     frame::Frame,
-    packet::{self, Change, Ipv4, Ipv4Header, TcpHeader},
+    packet::{self, Change, Ip, Ipv4Header, Ipv6Header, TcpHeader},
 };
+
+use crate::maps::Route;
+
+/// Length of the routing table's question.
+const ROUTE_LENGTH: i32 = size_of::<Route>() as i32;
+/// `BPF_FIB_LOOKUP_OUTPUT` of `linux/bpf.h`: the interface is the one to leave by.
+const BPF_FIB_LOOKUP_OUTPUT: u32 = 2;
 
 /// A frame at a hook.
 pub trait Hook: Frame {
@@ -29,11 +36,39 @@ pub trait Hook: Frame {
     /// Overwrites bytes; `None` when the hook refuses.
     fn store<T: Copy>(&mut self, offset: usize, value: &T) -> Option<()>;
 
-    /// Cuts the frame to `length` bytes of the `linear` ones that it has.
-    fn cut(&mut self, length: usize) -> Option<()>;
+    /// The same, and keeps a sum over the whole packet right where the hook has one.
+    fn store_summed<T: Copy>(&mut self, offset: usize, value: &T) -> Option<()>;
 
-    /// Rewrites a TCP/IPv4 packet's destination and mends its checksums.
-    fn rewrite_destination(&mut self, ip: &Ipv4, change: &Change) -> Option<()>;
+    /// Asks the kernel's routing table; `None` when it knows no neighbour.
+    fn route(&mut self, question: *mut Route) -> Option<()>;
+
+    /// Makes the frame `length` bytes long.
+    fn resize(&mut self, length: usize) -> Option<()>;
+
+    /// Rewrites a TCP packet's destination and mends its checksums.
+    fn rewrite_destination(&mut self, ip: &Ip, change: &Change) -> Option<()>;
+}
+
+/// Looks behind what stands between the IP header and TCP; `None` when the frame ends within it.
+#[inline(always)]
+pub fn find_transport<H: Hook>(hook: &mut H, ip: &mut Ip) -> Option<()> {
+    if !ip.is_v6() {
+        return Some(());
+    }
+    hook.pull(packet::HEADERS_V6);
+    packet::extensions(hook, ip)
+}
+
+/// Exchanges source and destination of an IP header, which leaves every sum as it is.
+#[inline(always)]
+pub fn exchange_ends<H: Hook>(hook: &mut H, ip: &Ip) -> Option<()> {
+    if ip.is_v6() {
+        let ends = [ip.destination, ip.source];
+        hook.store(ip.network() + offset_of!(Ipv6Header, source), &ends)
+    } else {
+        let ends = [ip.destination.v4_raw(), ip.source.v4_raw()];
+        hook.store(ip.network() + offset_of!(Ipv4Header, source), &ends)
+    }
 }
 
 /// Where the packet begins and ends now.
@@ -100,7 +135,26 @@ impl Hook for Xdp {
     }
 
     #[inline(always)]
-    fn cut(&mut self, length: usize) -> Option<()> {
+    fn store_summed<T: Copy>(&mut self, offset: usize, value: &T) -> Option<()> {
+        self.store(offset, value)
+    }
+
+    #[inline(always)]
+    fn route(&mut self, question: *mut Route) -> Option<()> {
+        // SAFETY: the context is the program's own, the question as long as said.
+        let found = unsafe {
+            bpf_fib_lookup(
+                self.ctx.ctx.cast(),
+                question.cast(),
+                ROUTE_LENGTH,
+                BPF_FIB_LOOKUP_OUTPUT,
+            )
+        };
+        (found == 0).then_some(())
+    }
+
+    #[inline(always)]
+    fn resize(&mut self, length: usize) -> Option<()> {
         // Kept apart from `length`: the verifier takes `end - data`, but not `length - end + data`.
         let have = core::hint::black_box(self.ctx.data_end() - self.ctx.data());
         let change = length as i32 - have as i32;
@@ -110,7 +164,7 @@ impl Hook for Xdp {
     }
 
     #[inline(always)]
-    fn rewrite_destination(&mut self, ip: &Ipv4, change: &Change) -> Option<()> {
+    fn rewrite_destination(&mut self, ip: &Ip, change: &Change) -> Option<()> {
         packet::rewrite_destination(self, ip, change)
     }
 }
@@ -120,6 +174,10 @@ pub struct Tc {
     skb: *mut __sk_buff,
     /// Slot of the uplink to leave by, when the verdict redirects.
     pub out: u32,
+    /// Whether the kernel is to find the MAC there.
+    pub by_neighbor: bool,
+    /// The gateway, when the client itself is no neighbour there.
+    pub next_hop: Option<Addr>,
 }
 
 impl Tc {
@@ -129,16 +187,36 @@ impl Tc {
         Self {
             skb: ctx.skb.skb,
             out: 0,
+            by_neighbor: false,
+            next_hop: None,
         }
     }
 
-    /// Rewrites a TCP/IPv4 packet's source and mends its checksums.
     #[inline(always)]
-    pub fn rewrite_source(&mut self, ip: &Ipv4, change: &Change) -> Option<()> {
+    fn store_with<T: Copy>(&mut self, offset: usize, value: &T, flags: u64) -> Option<()> {
+        // SAFETY: the helper checks the offset; `value` is as long as said.
+        let done = unsafe {
+            bpf_skb_store_bytes(
+                self.skb,
+                offset as u32,
+                core::ptr::from_ref(value).cast(),
+                size_of::<T>() as u32,
+                flags,
+            )
+        };
+        (done == 0).then_some(())
+    }
+
+    /// Rewrites a TCP packet's source and mends its checksums.
+    #[inline(always)]
+    pub fn rewrite_source(&mut self, ip: &Ip, change: &Change) -> Option<()> {
         self.rewrite(
             ip,
             change,
-            offset_of!(Ipv4Header, source),
+            [
+                offset_of!(Ipv4Header, source),
+                offset_of!(Ipv6Header, source),
+            ],
             [
                 offset_of!(TcpHeader, source),
                 offset_of!(TcpHeader, destination),
@@ -147,45 +225,60 @@ impl Tc {
     }
 
     /// The helpers keep the sum of every kind of skb right: complete, unfinished, or over the whole
-    /// packet by the NIC; GSO packets included.
+    /// packet by the NIC; GSO packets included. `addr` is where the address is in either version's header.
     #[inline(always)]
     fn rewrite(
         &mut self,
-        ip: &Ipv4,
+        ip: &Ip,
         change: &Change,
-        addr: usize,
+        addr: [usize; 2],
         ports: [usize; 2],
     ) -> Option<()> {
-        let (old, new) = (u64::from(change.old_addr), u64::from(change.new_addr));
-        let ip_sum = (ip.offset + offset_of!(Ipv4Header, checksum)) as u32;
-        let tcp_sum = (ip.transport + offset_of!(TcpHeader, checksum)) as u32;
-        let pseudo = u64::from(BPF_F_PSEUDO_HDR) | 4;
-        // SAFETY: helpers check offsets against the skb themselves.
-        let failed = unsafe {
-            bpf_l4_csum_replace(self.skb, tcp_sum, old, new, pseudo) != 0
-                || bpf_l3_csum_replace(self.skb, ip_sum, old, new, 4) != 0
-        };
-        if failed {
-            return None;
+        let tcp_sum = (ip.transport() + offset_of!(TcpHeader, checksum)) as u32;
+        let pseudo = u64::from(BPF_F_PSEUDO_HDR);
+        if ip.is_v6() {
+            // Of a sum over the whole packet an address and the TCP checksum make up for each other, and the helper
+            // knows that only from Linux 6.16 on (BPF_F_IPV6). It refuses to update a sum that is not there.
+            // SAFETY: the context is the program's own.
+            let whole = unsafe { bpf_csum_update(self.skb, 0) } >= 0;
+            let difference = u64::from(change.addresses_v6());
+            let flags = if whole { 0 } else { pseudo };
+            // SAFETY: the helper checks the offset against the skb itself.
+            if unsafe { bpf_l4_csum_replace(self.skb, tcp_sum, 0, difference, flags) } != 0 {
+                return None;
+            }
+            self.store(ip.network() + addr[1], &change.new_addr)?;
+        } else {
+            let ip_sum = (ip.network() + offset_of!(Ipv4Header, checksum)) as u32;
+            let (old, new) = (change.old_addr.v4_raw(), change.new_addr.v4_raw());
+            let (before, after) = (u64::from(old), u64::from(new));
+            // SAFETY: as above.
+            let failed = unsafe {
+                bpf_l4_csum_replace(self.skb, tcp_sum, before, after, pseudo | 4) != 0
+                    || bpf_l3_csum_replace(self.skb, ip_sum, before, after, 4) != 0
+            };
+            if failed {
+                return None;
+            }
+            self.store(ip.network() + addr[0], &new)?;
         }
-        self.store(ip.offset + addr, &change.new_addr)?;
         let [port, other_port] = ports;
         self.replace_port(ip, port, change.old_port, change.new_port)?;
         self.replace_port(ip, other_port, change.old_other_port, change.new_other_port)
     }
 
     #[inline(always)]
-    fn replace_port(&mut self, ip: &Ipv4, offset: usize, old: u16, new: u16) -> Option<()> {
+    fn replace_port(&mut self, ip: &Ip, offset: usize, old: u16, new: u16) -> Option<()> {
         if old == new {
             return Some(());
         }
-        let sum = (ip.transport + offset_of!(TcpHeader, checksum)) as u32;
+        let sum = (ip.transport() + offset_of!(TcpHeader, checksum)) as u32;
         let (old, new) = (old.to_be(), new.to_be());
         // SAFETY: the helper checks the offset against the skb itself.
         if unsafe { bpf_l4_csum_replace(self.skb, sum, u64::from(old), u64::from(new), 2) } != 0 {
             return None;
         }
-        self.store(ip.transport + offset, &new)
+        self.store(ip.transport() + offset, &new)
     }
 }
 
@@ -234,32 +327,44 @@ impl Hook for Tc {
 
     #[inline(always)]
     fn store<T: Copy>(&mut self, offset: usize, value: &T) -> Option<()> {
-        // SAFETY: the helper checks the offset; `value` is as long as said.
-        let done = unsafe {
-            bpf_skb_store_bytes(
-                self.skb,
-                offset as u32,
-                core::ptr::from_ref(value).cast(),
-                size_of::<T>() as u32,
-                0,
-            )
-        };
-        (done == 0).then_some(())
+        self.store_with(offset, value, 0)
     }
 
     #[inline(always)]
-    fn cut(&mut self, length: usize) -> Option<()> {
+    fn store_summed<T: Copy>(&mut self, offset: usize, value: &T) -> Option<()> {
+        self.store_with(offset, value, u64::from(BPF_F_RECOMPUTE_CSUM))
+    }
+
+    #[inline(always)]
+    fn route(&mut self, question: *mut Route) -> Option<()> {
+        // SAFETY: the context is the program's own, the question as long as said.
+        let found = unsafe {
+            bpf_fib_lookup(
+                self.skb.cast(),
+                question.cast(),
+                ROUTE_LENGTH,
+                BPF_FIB_LOOKUP_OUTPUT,
+            )
+        };
+        (found == 0).then_some(())
+    }
+
+    #[inline(always)]
+    fn resize(&mut self, length: usize) -> Option<()> {
         // SAFETY: the context is the program's own.
         let done = unsafe { bpf_skb_change_tail(self.skb, length as u32, 0) };
         (done == 0).then_some(())
     }
 
     #[inline(always)]
-    fn rewrite_destination(&mut self, ip: &Ipv4, change: &Change) -> Option<()> {
+    fn rewrite_destination(&mut self, ip: &Ip, change: &Change) -> Option<()> {
         self.rewrite(
             ip,
             change,
-            offset_of!(Ipv4Header, destination),
+            [
+                offset_of!(Ipv4Header, destination),
+                offset_of!(Ipv6Header, destination),
+            ],
             [
                 offset_of!(TcpHeader, destination),
                 offset_of!(TcpHeader, source),

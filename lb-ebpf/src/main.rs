@@ -14,18 +14,22 @@
 mod balance;
 mod flows;
 mod hook;
+mod icmp;
 mod maps;
 mod neighbor;
+mod peers;
 mod refuse;
 mod reply;
 
 use aya_ebpf::{
-    bindings::{TC_ACT_SHOT, TC_ACT_UNSPEC, xdp_action},
-    helpers::bpf_redirect,
+    bindings::{
+        TC_ACT_SHOT, TC_ACT_UNSPEC, bpf_redir_neigh, bpf_redir_neigh__bindgen_ty_1, xdp_action,
+    },
+    helpers::{bpf_redirect, bpf_redirect_neigh},
     macros::{classifier, xdp},
     programs::{TcContext, XdpContext},
 };
-use lb_common::{Action, UPLINK_TRANSMIT_BY_REDIRECT};
+use lb_common::{Action, Addr, UPLINK_TRANSMIT_BY_REDIRECT};
 
 use crate::{
     hook::{Tc, Xdp},
@@ -88,6 +92,7 @@ pub fn ironlb_egress(ctx: TcContext) -> i32 {
     count(verdict);
     match verdict.action() {
         Action::Pass => TC_ACT_UNSPEC,
+        Action::Redirect if hook.by_neighbor => by_neighbor(hook.out, &hook.next_hop),
         Action::Redirect => redirect(hook.out),
         Action::Drop | Action::Transmit => TC_ACT_SHOT,
     }
@@ -100,6 +105,35 @@ fn redirect(uplink: u32) -> i32 {
         // SAFETY: a helper that takes two integers.
         Some(uplink) => unsafe { bpf_redirect(uplink.ifindex, 0) as i32 },
         None => TC_ACT_SHOT,
+    }
+}
+
+/// Sends the packet out of an uplink, to the client itself or by the uplink's gateway: the kernel finds the MAC.
+#[inline(always)]
+fn by_neighbor(uplink: u32, next_hop: &Option<Addr>) -> i32 {
+    const AF_INET: u32 = 2;
+    const AF_INET6: u32 = 10;
+    let Some(uplink) = UPLINKS.get(uplink) else {
+        return TC_ACT_SHOT;
+    };
+    match next_hop {
+        // SAFETY: without parameters the packet's own destination is the neighbour.
+        None => unsafe { bpf_redirect_neigh(uplink.device, core::ptr::null_mut(), 0, 0) as i32 },
+        Some(gateway) => {
+            let mut to = bpf_redir_neigh {
+                nh_family: AF_INET6,
+                __bindgen_anon_1: bpf_redir_neigh__bindgen_ty_1 {
+                    ipv6_nh: gateway.words(),
+                },
+            };
+            if gateway.is_v4() {
+                to.nh_family = AF_INET;
+                to.__bindgen_anon_1.ipv4_nh = gateway.v4_raw();
+            }
+            let length = size_of::<bpf_redir_neigh>() as i32;
+            // SAFETY: `to` is as long as said.
+            unsafe { bpf_redirect_neigh(uplink.device, &raw mut to, length, 0) as i32 }
+        }
     }
 }
 

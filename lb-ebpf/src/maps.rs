@@ -6,9 +6,12 @@ use aya_ebpf::{
     macros::btf_map,
 };
 use lb_common::{
-    Addr, Backend, BackendInfo, Bucket, Control, DEFAULT_LIVING_FLOWS, DEFAULT_YOUNG_FLOWS,
-    DIRECT_FLOWS, Flow, FlowKey, MAX_BACKENDS, MAX_PORTS, MAX_UPLINKS, MAX_VIPS, Pod, PodPort,
-    PortInfo, Pressure, Service, ServiceKey, Traffic, Uplink, Verdict, Vip, verdict::MAX_VERDICTS,
+    Addr, Announcer, Backend, BackendInfo, Bucket, Control, DEFAULT_LIVING_FLOWS,
+    DEFAULT_YOUNG_FLOWS, DIRECT_FLOWS, Exception, Flow, FlowKey, MAX_BACKENDS, MAX_EXCEPTIONS,
+    MAX_PEERS, MAX_PORTS, MAX_UPLINKS, MAX_VIPS, Peer, PeerInfo, PeerMac, Pod, PodPort, PortInfo,
+    Pressure, Reflection, Service, ServiceKey, Traffic, Uplink, Verdict, Vip,
+    packet::{Ip, Tcp},
+    verdict::MAX_VERDICTS,
 };
 
 /// Slot of this attachment in [`UPLINKS`].
@@ -62,6 +65,97 @@ maps! {
     PRESSURE, "pressure": Array<Pressure, 1>;
     /// See [`lb_common::map::BUCKET`].
     BUCKET, "bucket": PerCpuArray<Bucket, 1>;
+    /// See [`lb_common::map::PEERS`].
+    PEERS, "peers": Array<Peer, { (MAX_PEERS * MAX_UPLINKS) as usize }>;
+    /// See [`lb_common::map::PEER_MACS`].
+    PEER_MACS, "peer_macs": HashMap<PeerMac, u32, { (MAX_PEERS * MAX_UPLINKS) as usize }>;
+    /// See [`lb_common::map::PEER_INFO`].
+    PEER_INFO, "peer_info": Array<PeerInfo, { MAX_PEERS as usize }>;
+    /// See [`lb_common::map::PEER_STATS`].
+    PEER_STATS, "peer_stats": PerCpuArray<Traffic, { MAX_PEERS as usize }>;
+    /// See [`lb_common::map::REFLECTIONS`].
+    REFLECTIONS, "reflections": Array<Reflection, { (MAX_PEERS * MAX_UPLINKS) as usize }>;
+    /// See [`lb_common::map::EXCEPTIONS`].
+    EXCEPTIONS, "exceptions": HashMap<FlowKey, Exception, { MAX_EXCEPTIONS as usize }>;
+    /// See [`lb_common::map::ANNOUNCERS`].
+    ANNOUNCERS, "announcers": HashMap<Addr, Announcer, { MAX_VIPS as usize }>;
+    /// What one run of a program keeps outside its stack.
+    SCRATCH, "scratch": PerCpuArray<Scratch, 1>;
+}
+
+/// `struct bpf_fib_lookup` (`linux/bpf.h`), as far as our questions and their answers use it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Route {
+    /// `AF_INET` or `AF_INET6`.
+    pub family: u8,
+    /// Zero: no port takes part in the question.
+    pub l4: [u8; 5],
+    /// Length of the packet for the check of the MTU, 0 for none.
+    pub tot_len: u16,
+    /// Interface.
+    pub ifindex: u32,
+    /// Type of service, or flow label.
+    pub tos: u32,
+    /// Source; an IPv4 address is in the first word.
+    pub source: [u32; 4],
+    /// Destination, likewise; in the answer the next hop.
+    pub destination: [u32; 4],
+    /// VLAN of the answer.
+    pub vlan: u32,
+    /// The interface's MAC, in the answer.
+    pub own_mac: [u8; 6],
+    /// The next hop's MAC, in the answer.
+    pub mac: [u8; 6],
+}
+
+const _: () = assert!(size_of::<Route>() == 64);
+
+/// What one run of a program keeps outside its stack.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Scratch {
+    /// A question to the routing table: too large for the stack.
+    pub route: Route,
+    /// 1 where a peer handed the packet on. The verifier does not follow values through a map: else it would walk
+    /// all the rest once for every way in which this was found out.
+    pub handed_on: u64,
+    /// Number of the peer to hand the packet on to.
+    pub peer: u64,
+    /// The packet, for the same reason: whether it is IPv4 or IPv6, with tags or without, all that follows is
+    /// verified once.
+    pub ip: Ip,
+    /// Its TCP header.
+    pub tcp: Tcp,
+    /// The key of its flow.
+    pub key: FlowKey,
+}
+
+/// Keeps a packet in [`SCRATCH`] and gives it back from there.
+#[inline(always)]
+pub fn keep(ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<&'static Scratch> {
+    let scratch = SCRATCH.get_ptr_mut(0)?;
+    // SAFETY: a slot of this CPU's own; what is written here is not written again in this run.
+    unsafe {
+        (*scratch).ip = *ip;
+        (*scratch).tcp = *tcp;
+        (*scratch).key = *key;
+        // Or the compiler would remember what was written.
+        Some(&*core::hint::black_box(scratch))
+    }
+}
+
+/// Adds a packet to what was handed on to a peer.
+#[inline(always)]
+pub fn count_handed_on(peer: u32, bytes: u64, new: bool) {
+    if let Some(traffic) = PEER_STATS.get_ptr_mut(peer) {
+        // SAFETY: a slot of this CPU's own.
+        unsafe {
+            (*traffic).packets_in += 1;
+            (*traffic).bytes_in += bytes;
+            (*traffic).flows += u64::from(new);
+        }
+    }
 }
 
 /// Counts a packet under its verdict.

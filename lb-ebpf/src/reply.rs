@@ -2,22 +2,25 @@
 
 use aya_ebpf::helpers::bpf_jiffies64;
 use lb_common::{
-    Addr, FLOW_CLAIMED, FLOW_CLOSING, FLOW_REFUSED, Flow, FlowKey, MAX_VIP_PORTS_PER_POD_PORT,
-    POD_HOST, ServiceKey, UPLINK_FORWARD, Uplink, Verdict, backend_index,
+    Addr, FLOW_CLAIMED, FLOW_CLOSING, FLOW_HANDED_ON, FLOW_MISS, FLOW_REFUSED, Flow, FlowKey,
+    MAX_VIP_PORTS_PER_POD_PORT, POD_HOST, ServiceKey, UPLINK_FORWARD, Uplink, Verdict,
+    backend_index,
     packet::{
-        self, Change, Ipv4, TCP_FIN, TCP_RST, TCP_SYN, Tcp as TcpFields, ethertype, mac_word,
-        protocol,
+        self, Change, Ip, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Tcp as TcpFields, ethertype,
+        mac_word, protocol,
     },
 };
 
 use crate::{
     balance::frame_length,
     flows,
-    hook::{Hook, Tc},
+    hook::{Hook, Tc, find_transport},
+    icmp,
     maps::{
         CONTROL, DIRECT, LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, TICKS_PER_SECOND, UPLINK,
-        UPLINKS, YOUNG, count_out,
+        UPLINKS, YOUNG, count_out, keep,
     },
+    peers,
 };
 
 /// Takes a frame through the reply path.
@@ -27,46 +30,65 @@ pub fn reply(hook: &mut Tc) -> Verdict {
     let Some(link) = packet::link(hook) else {
         return Verdict::Passed;
     };
-    if link.ethertype != ethertype::IPV4 {
-        return Verdict::Passed;
-    }
-    let Some(ip) = packet::ipv4(hook, link.network) else {
+    let ip = match link.ethertype {
+        ethertype::IPV4 => packet::ipv4(hook, link.network),
+        ethertype::IPV6 => packet::ipv6(hook, link.network),
+        _ => return Verdict::Passed,
+    };
+    let (Some(mut ip), Some(control)) = (ip, CONTROL.get(0)) else {
         return Verdict::Passed;
     };
-    let Some(control) = CONTROL.get(0) else {
-        return Verdict::Passed;
-    };
-    if !control.pod_filter.may_contain(ip.source) || ip.protocol != protocol::TCP || ip.fragment {
+    if ip.is_icmp() {
+        // Whoever sends it: the node itself, too, says that a client's packet is too big for the pod's way.
+        return match icmp::leaving(hook, &ip) {
+            Some((flow, Verdict::RepliedIcmp)) => send(
+                hook,
+                &ip,
+                u32::from(flow.uplink),
+                &flow.last_hop,
+                Verdict::RepliedIcmp,
+            ),
+            Some((_, verdict)) => verdict,
+            None => Verdict::Passed,
+        };
+    }
+    if !control.pod_filter.may_contain(ip.source.v4_raw()) {
         return Verdict::Passed;
     }
-    hook.pull(ip.transport + size_of::<packet::TcpHeader>());
+    if find_transport(hook, &mut ip).is_none() || ip.protocol != protocol::TCP || ip.is_fragment() {
+        return Verdict::Passed;
+    }
+    hook.pull(ip.transport() + size_of::<packet::TcpHeader>());
     let Some(tcp) = packet::tcp(hook, &ip) else {
         return Verdict::Passed;
     };
-    let (client, pod) = (
-        Addr::from_v4_raw(ip.destination),
-        Addr::from_v4_raw(ip.source),
-    );
-    let key = FlowKey::reply(client, tcp.destination, pod, tcp.source);
+    let key = FlowKey::reply(ip.destination, tcp.destination, ip.source, tcp.source);
+    let Some(kept) = keep(&ip, &tcp, &key) else {
+        return Verdict::Passed;
+    };
+    let (ip, tcp, key) = (&kept.ip, &kept.tcp, &kept.key);
     // SAFETY: the value is this map's; concurrent writers keep every field a valid integer.
     let Some(entry) = LIVING_REPLY
-        .get_ptr_mut(&key)
+        .get_ptr_mut(key)
         .map(|entry| unsafe { &mut *entry })
     else {
-        return second_look(hook, &ip, &tcp, &key);
+        return second_look(hook, ip, tcp, key);
     };
-    let bytes = frame_length(&ip);
+    let bytes = frame_length(ip);
     // SAFETY: a helper without arguments.
     entry.last_seen = unsafe { bpf_jiffies64() };
     entry.bytes += bytes;
+    if tcp.flags & TCP_ACK != 0 {
+        entry.last_ack = tcp.acknowledgment;
+    }
     count_out(entry.service, backend_index(entry.backend), bytes);
-    let change = to_client(&ip, &tcp, entry.addr, entry.port, entry.client_port);
+    let change = to_client(ip, tcp, entry.addr, entry.port, entry.client_port);
     let (uplink, last_hop) = (u32::from(entry.uplink), entry.last_hop);
     if tcp.flags & (TCP_FIN | TCP_RST) != 0 {
-        let forward = FlowKey::forward(client, entry.client_port, entry.addr, entry.port);
+        let forward = FlowKey::forward(key.client, entry.client_port, entry.addr, entry.port);
         end(&forward, tcp.flags);
     }
-    rewritten(hook, &ip, &change, uplink, &last_hop, Verdict::Replied)
+    rewritten(hook, ip, &change, uplink, &last_hop, Verdict::Replied)
 }
 
 /// Notes the pod's FIN or RST in the forward entry, which alone knows both sides.
@@ -98,18 +120,17 @@ fn end(forward: &FlowKey, flags: u8) {
 /// A segment without a living reply entry: of a young or closing flow, of one whose reply entry was
 /// lost, or none of ours.
 #[inline(always)]
-fn second_look(hook: &mut Tc, ip: &Ipv4, tcp: &TcpFields, key: &FlowKey) -> Verdict {
+fn second_look(hook: &mut Tc, ip: &Ip, tcp: &TcpFields, key: &FlowKey) -> Verdict {
     // SAFETY: read only; a concurrent update costs one wrong answer at most.
     let Some(pod_port) = (unsafe { POD_PORTS.get(&ServiceKey::new(key.addr, key.port)) }) else {
         return Verdict::Passed;
     };
     let bytes = frame_length(ip);
-    for at in 0..MAX_VIP_PORTS_PER_POD_PORT {
-        if at as u32 >= pod_port.count {
-            break;
-        }
-        let vip_port = pod_port.vip_ports[at];
-        let forward = FlowKey::forward(key.client, key.client_port, vip_port.addr, vip_port.port);
+    for at in 0..=MAX_VIP_PORTS_PER_POD_PORT {
+        let pod = (key.addr, key.port);
+        let Some(forward) = flows::way(key.client, pod_port, at, key.client_port, pod) else {
+            continue;
+        };
         if let Some(flow) = LIVING
             .get_ptr_mut(&forward)
             // SAFETY: the value is this map's.
@@ -134,6 +155,14 @@ fn second_look(hook: &mut Tc, ip: &Ipv4, tcp: &TcpFields, key: &FlowKey) -> Verd
             .map(|flow| unsafe { &mut *flow })
             && flows::leads_to(flow, &key.addr, key.port, key.client_port)
         {
+            if tcp.flags & TCP_RST != 0
+                && flow.state & FLOW_MISS != 0
+                && peers::may_have(forward.addr, forward.port)
+            {
+                // The pod does not know the flow, but a peer may.
+                let _ = YOUNG.remove(&forward);
+                return Verdict::DroppedSettling;
+            }
             if !grow(&forward, flow, tcp.flags) {
                 return Verdict::DroppedTableFull;
             }
@@ -199,7 +228,7 @@ fn grow(forward: &FlowKey, flow: &mut Flow, flags: u8) -> bool {
 #[inline(always)]
 fn restore(
     hook: &mut Tc,
-    ip: &Ipv4,
+    ip: &Ip,
     tcp: &TcpFields,
     forward: &FlowKey,
     flow: &Flow,
@@ -214,10 +243,10 @@ fn restore(
 
 /// The rewrite that makes a pod's segment one of the VIP's.
 #[inline(always)]
-fn to_client(ip: &Ipv4, tcp: &TcpFields, vip: Addr, vip_port: u16, client_port: u16) -> Change {
+fn to_client(ip: &Ip, tcp: &TcpFields, vip: Addr, vip_port: u16, client_port: u16) -> Change {
     Change {
         old_addr: ip.source,
-        new_addr: vip.v4_raw(),
+        new_addr: vip,
         old_port: tcp.source,
         new_port: vip_port,
         old_other_port: tcp.destination,
@@ -228,7 +257,7 @@ fn to_client(ip: &Ipv4, tcp: &TcpFields, vip: Addr, vip_port: u16, client_port: 
 #[inline(always)]
 fn rewritten(
     hook: &mut Tc,
-    ip: &Ipv4,
+    ip: &Ip,
     change: &Change,
     arrival: u32,
     last_hop: &[u8; 6],
@@ -237,6 +266,14 @@ fn rewritten(
     if hook.rewrite_source(ip, change).is_none() {
         return Verdict::DroppedRewrite;
     }
+    send(hook, ip, arrival, last_hop, verdict)
+}
+
+/// Lets a rewritten packet leave by the uplink on which the client's packets arrive.
+#[inline(always)]
+fn send(hook: &mut Tc, ip: &Ip, arrival: u32, last_hop: &[u8; 6], verdict: Verdict) -> Verdict {
+    let handed_on = arrival & u32::from(FLOW_HANDED_ON) != 0;
+    let arrival = arrival & !u32::from(FLOW_HANDED_ON);
     if arrival == UPLINK.load() {
         return verdict;
     }
@@ -246,11 +283,17 @@ fn rewritten(
     if there.ifindex == 0 || same_bridge(here, there) {
         return verdict;
     }
+    hook.out = arrival;
+    if handed_on {
+        // The last hop is a peer, which is not on the way back.
+        hook.by_neighbor = true;
+        hook.next_hop = there.next_hop(&ip.destination);
+        return Verdict::RepliedRedirected;
+    }
     let addresses = [*last_hop, there.mac];
     if hook.store(0, &addresses).is_none() {
         return Verdict::DroppedRewrite;
     }
-    hook.out = arrival;
     Verdict::RepliedRedirected
 }
 

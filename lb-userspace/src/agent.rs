@@ -3,7 +3,7 @@
 //! It is not in the packets' way. What it has written goes on serving while it is away, while its
 //! file is bad or the Kubernetes API out of reach, and after it has ended.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,24 +13,33 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use tracing::{debug, error, info, warn};
 
-use crate::config::ConfigError;
+use crate::config::{self, ConfigError};
 use crate::dataplane::read::Reader;
 use crate::dataplane::{
     self, Applied, AttachReport, AttachedMode, Attachment, Dataplane, DataplaneError, GONE_AFTER,
 };
-use crate::desired::DesiredState;
+use crate::desired::{DesiredState, KeySpec};
 use crate::health::{Change, Checks};
 use crate::http::{self, LogFilter};
+use crate::interfaces::{Changes, Host, InterfaceError, in_subnet};
 use crate::kubernetes::{self, SourceError};
 use crate::observed::Observed;
-use crate::plan::{self, Warning, brief};
+use crate::peers::{self, Key, Link, PeerView, Peers, PeersError, VipWanted, Wanted};
+use crate::plan::{self, Nodes, Warning, brief};
 use crate::source::{Prepared, Source};
-use crate::tables::TableSet;
+use crate::tables::{PeerRow, TableSet};
 
 /// How often interfaces and the file are looked at without a sign that they changed.
 const ROUND: Duration = Duration::from_secs(2);
 /// How soon to come back to backends that should have been ended and are not yet.
 const GONE_AGAIN: Duration = Duration::from_millis(200);
+
+/// How long changes of interfaces are gathered.
+const GATHER_CHANGES: Duration = Duration::from_millis(20);
+/// How long a planned stop waits for a peer to take the VIPs.
+const HAND_OVER: Duration = Duration::from_secs(2);
+/// The rhythm of a node that has no peers.
+const ALONE_INTERVAL: Duration = Duration::from_millis(300);
 
 /// What the log says of a signal during the start.
 const ENDED_EARLY: &str = "ended before there was anything to serve";
@@ -40,6 +49,8 @@ const ENDED_EARLY: &str = "ended before there was anything to serve";
 pub struct Options {
     /// The file.
     pub config: PathBuf,
+    /// This node's name, unlike that of any peer.
+    pub node: String,
     /// Where services come from Kubernetes instead of the file.
     pub kubernetes: Option<Kubernetes>,
     /// Where the maps are and how large they are made.
@@ -55,10 +66,10 @@ pub struct Options {
 /// Who this agent is in a cluster.
 #[derive(Clone, Debug)]
 pub struct Kubernetes {
-    /// The node's name.
-    pub node: String,
     /// Namespace of the agents; without it that of the ServiceAccount or kubeconfig.
     pub namespace: Option<String>,
+    /// Where peers and their key are remembered for a start without the API.
+    pub state_dir: PathBuf,
 }
 
 /// Why the agent could not start, or not end as told.
@@ -73,6 +84,12 @@ pub enum AgentError {
     /// The kernel's side.
     #[error(transparent)]
     Dataplane(#[from] DataplaneError),
+    /// The other nodes.
+    #[error(transparent)]
+    Peers(#[from] PeersError),
+    /// Interfaces cannot be followed.
+    #[error(transparent)]
+    Interfaces(#[from] InterfaceError),
     /// The process's own machinery.
     #[error("cannot {what}: {error}")]
     Process {
@@ -98,8 +115,12 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         let mut signals = Signals::new()?;
         let kubernetes = match options.kubernetes {
             None => None,
-            Some(Kubernetes { node, namespace }) => {
-                Some(kubernetes::Options::infer(node, namespace).await?)
+            Some(Kubernetes {
+                namespace,
+                state_dir,
+            }) => {
+                let node = options.node.clone();
+                Some(kubernetes::Options::infer(node, namespace, state_dir).await?)
             }
         };
         let path = options.config.display().to_string();
@@ -111,23 +132,31 @@ pub fn run(options: Options) -> Result<(), AgentError> {
             }
         };
         info!("{path} is good; loading the programs");
-        let first = matches!(
-            Reader::open(&options.dataplane.bpffs),
-            Err(DataplaneError::NotLoaded { .. })
-        );
+        let former = Reader::open(&options.dataplane.bpffs);
+        let first = matches!(former, Err(DataplaneError::NotLoaded { .. }));
+        let control = former.and_then(|maps| maps.control());
+        let serves = control.is_ok_and(|control| control.synced_seconds.is_some());
         let dataplane = Dataplane::open(&options.dataplane)?;
         let observed = Arc::new(Observed::new());
         if let Some(http) = options.http {
             tokio::spawn(http::serve(http, Arc::clone(&observed), options.log));
         }
-        let (mut source, state) = tokio::select! {
-            started = prepared.start() => started,
-            () = signals.end() => {
-                info!("{ENDED_EARLY}");
-                return Ok(());
-            }
+        let mut source = prepared.start();
+        // An earlier agent's maps serve, and the peers wait for no API.
+        let meanwhile = source.meanwhile().filter(|_| serves);
+        let waits = meanwhile.is_some();
+        let state = match meanwhile {
+            Some(state) => state,
+            None => tokio::select! {
+                state = source.first() => state,
+                () = signals.end() => {
+                    info!("{ENDED_EARLY}");
+                    return Ok(());
+                }
+            },
         };
-        let mut agent = Agent::new(dataplane, state, observed);
+        let mut agent = Agent::new(dataplane, state, observed, options.node);
+        agent.waits = waits;
         if let Err(error) = agent.start() {
             if first {
                 // What served before goes on; a start from nothing leaves nothing.
@@ -135,8 +164,13 @@ pub fn run(options: Options) -> Result<(), AgentError> {
             }
             return Err(error.into());
         }
-        agent.serve(&mut source, &mut signals).await;
+        agent.meet(options.dataplane.bpffs.clone())?;
+        let mut changes = Changes::listen()?;
+        agent.serve(&mut source, &mut signals, &mut changes).await;
         source.stop().await;
+        if let Some(peers) = agent.peers.take() {
+            peers.hand_over(HAND_OVER).await;
+        }
         if options.detach_on_exit {
             agent.dataplane.detach()?;
             info!("detached: nothing is served any more");
@@ -185,10 +219,20 @@ struct Agent {
     observed: Arc<Observed>,
     state: DesiredState,
     checks: Checks,
+    nodes: Nodes,
+    /// Those whom this agent speaks with, once it has something to say.
+    peers: Option<Peers>,
+    peers_wanted: Option<Wanted>,
+    /// Backends that other nodes have found not to answer.
+    down_elsewhere: BTreeSet<(String, IpAddr)>,
+    links: Vec<Link>,
+    keys: Vec<Key>,
     tables: Arc<TableSet>,
     attachments: Vec<Attachment>,
     /// Whether the maps hold `tables` for the present attachments.
     in_step: bool,
+    /// The source has not said yet which services there are: those that the maps hold are left alone.
+    waits: bool,
     /// Whether that took writes that the source has not been told of.
     has_written: bool,
     /// When backends that have left are to be ended.
@@ -201,21 +245,39 @@ struct Agent {
     attach_failure: Told<String>,
     apply_failure: Told<String>,
     gone_failure: Told<String>,
+    peer_notes: Told<String>,
+    settle_failure: Told<String>,
     serving: String,
 }
 
 impl Agent {
-    fn new(dataplane: Dataplane, state: DesiredState, observed: Arc<Observed>) -> Self {
+    fn new(
+        dataplane: Dataplane,
+        state: DesiredState,
+        observed: Arc<Observed>,
+        node: String,
+    ) -> Self {
         Self {
-            dataplane,
             observed,
             state,
             checks: Checks::default(),
+            nodes: Nodes {
+                name: node,
+                peers: dataplane.peers(),
+                ..Nodes::default()
+            },
+            peers: None,
+            peers_wanted: None,
+            down_elsewhere: BTreeSet::new(),
+            links: Vec::new(),
+            keys: Vec::new(),
             tables: Arc::default(),
             attachments: Vec::new(),
             in_step: false,
+            waits: false,
             has_written: false,
             gone_due: None,
+            dataplane,
             idle: Vec::new(),
             warnings: Told::default(),
             uplink_notes: Told::default(),
@@ -223,20 +285,138 @@ impl Agent {
             attach_failure: Told::default(),
             apply_failure: Told::default(),
             gone_failure: Told::default(),
+            peer_notes: Told::default(),
+            settle_failure: Told::default(),
             serving: String::new(),
         }
     }
 
     /// Serves the first state. The checks start behind it: they find backends as the file says.
     fn start(&mut self) -> Result<(), DataplaneError> {
+        self.nodes.addresses = Host::read()?.own();
+        self.nodes.remember();
         self.plan();
         self.attach()?;
-        self.apply()?;
-        self.checks.follow(&self.state);
+        if !self.waits {
+            self.apply()?;
+        }
+        self.follow_checks();
         Ok(())
     }
 
-    async fn serve(&mut self, source: &mut Source, signals: &mut Signals) {
+    /// Begins to speak with the peers.
+    fn meet(&mut self, bpffs: PathBuf) -> Result<(), PeersError> {
+        self.read_keys();
+        let wanted = self.wanted();
+        let options = peers::Options {
+            bpffs,
+            remembered: self.nodes.peers.clone(),
+        };
+        self.peers = Some(peers::start(options, wanted.clone())?);
+        self.peers_wanted = Some(wanted);
+        Ok(())
+    }
+
+    /// Reads the peers' keys anew; what cannot be read leaves them as they are.
+    fn read_keys(&mut self) {
+        let spec = self.state.peers.as_ref();
+        let problem = match spec.map_or_else(|| Ok(Vec::new()), |spec| keys(&spec.key)) {
+            Ok(keys) => {
+                self.keys = keys;
+                None
+            }
+            Err(problem) => Some(problem),
+        };
+        let view = self.observed.view();
+        let notes = view.peers.iter().filter_map(|(name, peer)| {
+            let note = peer.note.as_ref()?;
+            Some(format!("node {name}: {note}"))
+        });
+        self.peer_notes.tell(problem.into_iter().chain(notes));
+    }
+
+    /// What this node is among its peers.
+    fn wanted(&self) -> Wanted {
+        let spec = &self.state.peers;
+        let keyless = spec.is_some() && self.keys.is_empty();
+        let placed = self.dataplane.placed();
+        let vips = self.tables.vips.iter().filter_map(|(vip, row)| {
+            let wanted = VipWanted {
+                uplink: *placed.get(vip)?,
+                announce: row.announce,
+                candidate: row.candidate,
+            };
+            Some((*vip, wanted))
+        });
+        Wanted {
+            node: self.nodes.name.clone(),
+            addresses: spec
+                .as_ref()
+                .map(|spec| spec.nodes.clone())
+                .unwrap_or_default(),
+            keys: self.keys.clone(),
+            interval: spec.as_ref().map_or(ALONE_INTERVAL, |spec| spec.interval),
+            port: spec.as_ref().map_or(0, |spec| spec.port),
+            links: self.links.clone(),
+            vips: vips.collect(),
+            down: self.checks.health().down().clone(),
+            // Without a key nobody is heard, and silence would be taken for absence.
+            ready: (self.in_step || self.waits) && !self.attachments.is_empty() && !keyless,
+        }
+    }
+
+    /// Tells the peers' thread what has changed here.
+    fn tell_peers(&mut self) {
+        let wanted = self.wanted();
+        if let Some(peers) = &self.peers
+            && self.peers_wanted.as_ref() != Some(&wanted)
+        {
+            peers.want(wanted.clone());
+            self.peers_wanted = Some(wanted);
+        }
+    }
+
+    /// Takes what is known of the peers.
+    fn follow_peers(&mut self) {
+        let Some(view) = self.peers.as_ref().and_then(Peers::view) else {
+            return;
+        };
+        let row = |(name, peer): (&String, &PeerView)| {
+            let row = PeerRow {
+                version: peer.version.clone(),
+                live: peer.live,
+                reflecting: peer.reflecting,
+                synced: peer.synced,
+                links: peer.links.clone(),
+            };
+            (name.clone(), row)
+        };
+        let rows: BTreeMap<_, _> = view.peers.iter().map(row).collect();
+        tell_of_peers(&self.nodes.peers, &rows);
+        let down = view
+            .peers
+            .values()
+            .flat_map(|peer| peer.down.iter().cloned());
+        let down = down.collect();
+        if self.nodes.peers != rows || self.down_elsewhere != down {
+            self.nodes.peers = rows;
+            self.nodes.remember();
+            self.down_elsewhere = down;
+            self.plan();
+        }
+        self.observed.peers(view);
+    }
+
+    /// As long as a peer may not have told which flows are its own, nothing in mid-flow is reset.
+    fn settle(&mut self) {
+        let view = self.observed.view();
+        if !view.settled && !view.peers.is_empty() {
+            let failure = self.dataplane.settle().err();
+            self.settle_failure.tell_failure(failure);
+        }
+    }
+
+    async fn serve(&mut self, source: &mut Source, signals: &mut Signals, changes: &mut Changes) {
         self.keep_in_step(source);
         self.observed.file(source.history());
         if let Some(kubernetes) = source.kubernetes() {
@@ -244,6 +424,7 @@ impl Agent {
         }
         let mut round = interval(ROUND);
         round.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut look_due = None;
         loop {
             let Signals {
                 terminate,
@@ -264,13 +445,29 @@ impl Agent {
                     self.plan();
                 }
                 () = due(self.gone_due) => self.end_gone(),
+                () = changes.changed() => {
+                    // Pods that come and go bring many changes at a time.
+                    look_due = look_due.or_else(|| Some(Instant::now() + GATHER_CHANGES));
+                }
+                () = due(look_due) => {
+                    look_due = None;
+                    self.keep_attached();
+                }
+                () = peers_changed(self.peers.as_mut()) => {
+                    self.follow_peers();
+                    self.settle();
+                }
                 _ = round.tick() => {
                     source.look();
                     self.reload(source);
                     self.keep_attached();
+                    self.follow_peers();
+                    self.read_keys();
+                    self.settle();
                 }
             }
             self.keep_in_step(source);
+            self.tell_peers();
             self.observed.turned();
         }
     }
@@ -280,11 +477,18 @@ impl Agent {
         self.observed.file(source.history());
         match news {
             Ok(None) => {}
-            Ok(Some(state)) if state == self.state => debug!("the same is wanted as before"),
+            Ok(Some(state)) if !self.waits && state == self.state => {
+                debug!("the same is wanted as before")
+            }
             Ok(Some(state)) => {
                 let has_other_uplinks = state.uplinks != self.state.uplinks;
+                let has_other_peers = state.peers != self.state.peers;
+                self.waits = false;
                 self.state = state;
-                self.checks.follow(&self.state);
+                if has_other_peers {
+                    self.read_keys();
+                }
+                self.follow_checks();
                 self.plan();
                 if !has_other_uplinks {
                     // Backends come and go more often than interfaces, and somebody waits for them.
@@ -304,9 +508,17 @@ impl Agent {
         }
     }
 
+    /// Each node checks its own backends and tells the others: from elsewhere a pod need not be reachable.
+    fn follow_checks(&mut self) {
+        let nodes = &self.nodes;
+        self.checks
+            .follow(&self.state, |backend| nodes.is_here(backend));
+    }
+
     fn plan(&mut self) {
         let started = Clock::now();
-        let (tables, warnings) = plan::plan(&self.state, self.checks.health());
+        let health = self.checks.health().and(&self.down_elsewhere);
+        let (tables, warnings) = plan::plan(&self.state, &health, &self.nodes);
         let took = started.elapsed();
         for warning in plan::sentences(&self.warnings.replace(warnings.iter().cloned())) {
             warn!("{warning}");
@@ -315,16 +527,27 @@ impl Agent {
             self.tables = Arc::new(tables);
             self.in_step = false;
         }
-        let health = self.checks.health();
         self.observed
-            .planned(took, &self.state, health, &self.tables, warnings.len());
+            .planned(took, &self.state, &health, &self.tables, warnings.len());
     }
 
     fn attach(&mut self) -> Result<(), DataplaneError> {
         let uplinks = &self.state.uplinks;
         let attached = self.dataplane.attach(uplinks, &self.tables);
         self.observed.attached(attached.as_ref());
-        let AttachReport { attachments, idle } = attached?;
+        let AttachReport {
+            attachments,
+            idle,
+            links,
+            addresses,
+        } = attached?;
+        self.links = links;
+        if self.nodes.addresses != addresses {
+            self.nodes.addresses = addresses;
+            self.nodes.remember();
+            self.plan();
+            self.follow_checks();
+        }
         let notes = attachments.iter().filter_map(|attachment| {
             let note = attachment.note.as_ref()?;
             Some(format!("{}: {note}", attachment.interface))
@@ -345,6 +568,9 @@ impl Agent {
         self.in_step = true;
         let writes = applied.writes;
         self.has_written |= writes > 0;
+        if let Some(peers) = self.peers.as_ref().filter(|_| writes > 0) {
+            peers.tables_changed();
+        }
         self.note(applied);
         let serving = self.summary();
         if writes > 0 || serving != self.serving {
@@ -362,10 +588,14 @@ impl Agent {
 
     /// Writes what has changed, and tells the source; what fails is tried again at the next occasion.
     fn keep_in_step(&mut self, source: &mut Source) {
+        if self.waits {
+            return;
+        }
         if !self.in_step {
             let failure = self.apply().err();
             self.apply_failure.tell_failure(failure);
         }
+        source.found_at(self.found_at());
         if self.in_step {
             source.in_step(
                 &self.tables,
@@ -373,6 +603,19 @@ impl Agent {
                 std::mem::take(&mut self.has_written),
             );
         }
+    }
+
+    /// Own addresses where peers that share a VIP find this node.
+    fn found_at(&self) -> BTreeSet<IpAddr> {
+        let shares = |(address, length): &(IpAddr, u8)| {
+            let mut vips = self.state.vips.iter();
+            vips.any(|vip| in_subnet(vip.address, *address, *length))
+        };
+        let addresses = self.links.iter().flat_map(|link| &link.addresses);
+        addresses
+            .filter(|address| shares(address))
+            .map(|(address, _)| *address)
+            .collect()
     }
 
     fn end_gone(&mut self) {
@@ -439,6 +682,58 @@ fn tell_health(changes: &[Change]) {
     }
     for line in brief(&answering) {
         info!("{line}");
+    }
+}
+
+/// Says who has come and gone.
+fn tell_of_peers(before: &BTreeMap<String, PeerRow>, now: &BTreeMap<String, PeerRow>) {
+    for (name, peer) in now {
+        let was = before.get(name).cloned().unwrap_or_default();
+        if was.live != peer.live || was.reflecting != peer.reflecting {
+            let agent = if peer.live {
+                "is heard"
+            } else {
+                "is not heard"
+            };
+            let program = if peer.reflecting {
+                "takes new flows"
+            } else {
+                "takes no new flows"
+            };
+            info!(peer = name, "its agent {agent}, its data plane {program}");
+        }
+    }
+}
+
+/// The keys of a file or Secret, a line each.
+fn keys(spec: &KeySpec) -> Result<Vec<Key>, String> {
+    let (text, of) = match spec {
+        KeySpec::Text(text) => (text.clone(), "the peers' key".to_owned()),
+        KeySpec::File(path) => match config::read(path) {
+            Ok(text) => (text, path.display().to_string()),
+            Err(error) => {
+                return Err(format!(
+                    "cannot read the peers' key {}: {error}",
+                    path.display()
+                ));
+            }
+        },
+    };
+    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let keys: Result<Vec<_>, _> = lines.map(|line| Key::from_bytes(line.as_bytes())).collect();
+    match keys {
+        Ok(keys) if keys.is_empty() && matches!(spec, KeySpec::File(_)) => {
+            Err(format!("{of}: there is no key in it"))
+        }
+        Ok(keys) => Ok(keys),
+        Err(error) => Err(format!("{of}: {error}")),
+    }
+}
+
+async fn peers_changed(peers: Option<&mut Peers>) {
+    match peers {
+        Some(peers) => peers.changed().await,
+        None => std::future::pending().await,
     }
 }
 

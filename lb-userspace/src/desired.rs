@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Everything that a source wants of this node.
@@ -13,6 +14,30 @@ pub struct DesiredState {
     pub vips: Vec<VipSpec>,
     /// Services with their backends.
     pub services: Vec<ServiceSpec>,
+    /// The other nodes that share the VIPs; without it this one is alone.
+    pub peers: Option<PeersSpec>,
+}
+
+/// How nodes that share VIPs find and trust each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeersSpec {
+    /// What heartbeats are signed with.
+    pub key: KeySpec,
+    /// Where agents may be found; this node's own addresses among them mean nothing.
+    pub nodes: BTreeSet<IpAddr>,
+    /// Time between two heartbeats; a peer lapses after three.
+    pub interval: Duration,
+    /// UDP port of heartbeats and probes, TCP port of exceptions.
+    pub port: u16,
+}
+
+/// Where keys come from. The first one signs, all are accepted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KeySpec {
+    /// A file with a key a line, read again as long as the agent runs.
+    File(PathBuf),
+    /// The lines of such a file; none until they are known.
+    Text(String),
 }
 
 /// How an uplink is found on this node.
@@ -59,8 +84,8 @@ pub struct UplinkSpec {
     pub mode: Mode,
     /// The one VLAN whose frames are meant, `None` for untagged ones.
     pub vlan: Option<u16>,
-    /// Next hop for clients outside the subnet.
-    pub gateway: Option<IpAddr>,
+    /// Next hops for clients outside the subnets, at most one of each version.
+    pub gateways: Vec<IpAddr>,
     /// Direct connections.
     pub bypass: Bypass,
     /// UDP source ports whose packets reach pods although direct connections are dropped.
@@ -72,6 +97,8 @@ pub struct UplinkSpec {
 pub enum Announce {
     /// This node, for ever: a dead agent must not darken the VIP.
     Always,
+    /// The node that its peers elect.
+    Elect,
     /// Somebody else (keepalived, MetalLB).
     External,
 }
@@ -102,6 +129,8 @@ pub struct VipSpec {
     pub address: IpAddr,
     /// Who announces it.
     pub announce: Announce,
+    /// This node may announce it; else it only serves what others hand on to it.
+    pub candidate: bool,
     /// What a refusal looks like.
     pub refuse: Refuse,
     /// What goes to the host.
@@ -155,6 +184,8 @@ pub struct BackendSpec {
     pub slot: Option<u32>,
     /// Address.
     pub address: IpAddr,
+    /// The node that it is on, by name or address; none where that is this one.
+    pub node: Option<String>,
     /// Incarnation (the pod's UID); empty where the source has none.
     pub uid: String,
     /// Takes new flows.
@@ -188,6 +219,12 @@ pub struct ServiceSpec {
 }
 
 impl BackendSpec {
+    /// Those of `all` that a VIP can lead to: of its version of IP.
+    pub fn behind(vip: IpAddr, all: &[Self]) -> Vec<Self> {
+        let of_version = all.iter().filter(|b| b.address.is_ipv4() == vip.is_ipv4());
+        of_version.cloned().collect()
+    }
+
     /// Its port behind a port of the service, by that one's name and target port, if it has one there.
     pub fn target(&self, port_name: &str, target_port: u16) -> Option<u16> {
         match &self.ports {

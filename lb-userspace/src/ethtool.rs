@@ -1,5 +1,4 @@
-//! Counters that a device's driver keeps by names of its own (`ethtool -S`). Asks in the network
-//! namespace of the calling thread.
+//! What a device's driver says of itself (`ethtool -i`, `-k`, `-S`). Asks in the network namespace of the calling thread.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -14,6 +13,8 @@ const SIOCETHTOOL: rustix::ioctl::Opcode = 0x8946;
 const GET_SIZES: u32 = 0x37;
 const GET_NAMES: u32 = 0x1b;
 const GET_VALUES: u32 = 0x1d;
+/// `ETHTOOL_GDRVINFO` of `linux/ethtool.h`.
+const GET_DRIVER: u32 = 0x03;
 /// `ETH_SS_STATS`: of all sets of names, that of the counters.
 const COUNTERS: u32 = 1;
 /// `ETH_GSTRING_LEN`, bytes.
@@ -73,6 +74,55 @@ pub fn counters(interface: &str) -> io::Result<BTreeMap<String, u64>> {
     Ok(names.zip(values.into_iter().skip(1)).collect())
 }
 
+/// The driver of an interface, e.g. `virtio_net`.
+///
+/// # Errors
+/// What the kernel says, e.g. that there is no such interface.
+pub fn driver(interface: &str) -> io::Result<String> {
+    /// Place and length of the name in `struct ethtool_drvinfo`, which has 196 bytes.
+    const NAME: std::ops::Range<usize> = 4..36;
+    let mut info = [0_u32; 49];
+    info[0] = GET_DRIVER;
+    let socket = Socket::new(Domain::IPV4, Type::DGRAM, None)?;
+    ask(&socket, interface, info.as_mut_ptr().cast())?;
+    let bytes = info.into_iter().flat_map(u32::to_ne_bytes);
+    let name: Vec<u8> = bytes.skip(NAME.start).take(NAME.len()).collect();
+    let end = name.iter().position(|byte| *byte == 0);
+    Ok(String::from_utf8_lossy(&name[..end.unwrap_or(name.len())]).into_owned())
+}
+
+/// An offload that may stand in a program's way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Offload {
+    /// Senders leave checksums to the device (`tx`).
+    TransmitChecksum,
+    /// Packets are merged on the way in (`gro`); a veth with it has NAPI.
+    Gro,
+    /// The device merges packets (`lro`).
+    Lro,
+    /// The device takes VLAN tags off (`rxvlan`).
+    ReceiveVlan,
+}
+
+/// Whether an offload is on.
+///
+/// # Errors
+/// What the kernel says, e.g. that there is no such interface.
+pub fn offload(interface: &str, offload: Offload) -> io::Result<bool> {
+    // ETHTOOL_GTXCSUM, ETHTOOL_GGRO, and ETHTOOL_GFLAGS with ETH_FLAG_LRO and ETH_FLAG_RXVLAN.
+    let (command, bits) = match offload {
+        Offload::TransmitChecksum => (0x16, u32::MAX),
+        Offload::Gro => (0x2b, u32::MAX),
+        Offload::Lro => (0x25, 1 << 15),
+        Offload::ReceiveVlan => (0x25, 1 << 8),
+    };
+    // struct ethtool_value: cmd, data.
+    let mut value = [command, 0_u32];
+    let socket = Socket::new(Domain::IPV4, Type::DGRAM, None)?;
+    ask(&socket, interface, value.as_mut_ptr().cast())?;
+    Ok(value[1] & bits != 0)
+}
+
 /// `command` points to a command of ethtool with the room for its answer that it says.
 fn ask(socket: &Socket, interface: &str, command: *mut c_void) -> io::Result<()> {
     let mut name = [0; 16];
@@ -101,5 +151,13 @@ mod tests {
         assert_eq!(counters("lo").expect("lo"), BTreeMap::new());
         counters("ironlb-none").expect_err("no such interface");
         counters("a-name-that-is-too-long").expect_err("no such interface");
+    }
+
+    #[test]
+    fn the_loopback_device_tells_its_offloads_but_has_no_driver() {
+        assert!(offload("lo", Offload::TransmitChecksum).expect("lo"));
+        assert!(!offload("lo", Offload::ReceiveVlan).expect("lo"));
+        offload("ironlb-none", Offload::Gro).expect_err("no such interface");
+        driver("lo").expect_err("no driver");
     }
 }

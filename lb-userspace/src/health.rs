@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
-use crate::desired::{DesiredState, HealthSpec};
+use crate::desired::{BackendSpec, DesiredState, HealthSpec};
 use crate::plan::Health;
 
 /// Bounds of how long a connect may take; between them the check's interval decides.
@@ -90,13 +90,14 @@ impl Checks {
         &self.health
     }
 
-    /// Starts and stops checks so that exactly the backends of `state` are checked. What is known of a
+    /// Starts and stops checks so that exactly those backends of `state` are checked that are `mine`. What is known of a
     /// backend is kept while it is checked, even if how it is checked changes. Needs a tokio runtime.
-    pub fn follow(&mut self, state: &DesiredState) {
+    pub fn follow(&mut self, state: &DesiredState, mine: impl Fn(&BackendSpec) -> bool) {
         let mut wanted = HashMap::new();
         for service in &state.services {
             let Some(spec) = service.health else { continue };
-            wanted.extend(service.backends.iter().map(|backend| {
+            let mine = service.backends.iter().filter(|backend| mine(backend));
+            wanted.extend(mine.map(|backend| {
                 let backend = Backend {
                     service: service.name.clone(),
                     address: backend.address,

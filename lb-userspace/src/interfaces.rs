@@ -7,6 +7,7 @@ use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use ipnet::IpNet;
 use netlink_packet_core::{
     NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST, NetlinkBuffer, NetlinkHeader, NetlinkMessage,
     NetlinkPayload,
@@ -16,11 +17,13 @@ use netlink_packet_route::link::{
     InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkLayerType, LinkMessage, LinkXdp,
 };
 use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteType,
+    RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteMetric, RouteType,
 };
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use netlink_sys::protocols::NETLINK_ROUTE;
 use netlink_sys::{Socket, SocketAddr};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 use tracing::debug;
 
 use crate::desired::UplinkSelector;
@@ -79,10 +82,14 @@ pub struct Interface {
     pub rx_queues: u32,
     /// The bridge, bond or VRF that it is enslaved to.
     pub master: Option<u32>,
+    /// The other end of a veth, or the device below, where that is in this network namespace.
+    pub link: Option<u32>,
     /// Packets have an Ethernet header.
     pub ethernet: bool,
     /// It is a loopback device.
     pub loopback: bool,
+    /// It is up and has a carrier.
+    pub running: bool,
     /// Ids of the XDP programs that are attached, in whatever mode.
     pub xdp: Vec<u32>,
 }
@@ -126,6 +133,11 @@ pub struct Host {
 }
 
 impl Host {
+    /// All own addresses.
+    pub fn own(&self) -> BTreeSet<IpAddr> {
+        self.addresses.iter().map(|a| a.address).collect()
+    }
+
     /// Asks the kernel.
     pub fn read() -> Result<Self, InterfaceError> {
         let mut netlink = Netlink::open()?;
@@ -172,6 +184,19 @@ impl Host {
     pub fn owner(&self, address: IpAddr) -> Option<(&Interface, u8)> {
         let found = self.addresses.iter().find(|a| a.address == address)?;
         Some((self.interfaces.get(&found.index)?, found.prefix))
+    }
+
+    /// Subnets that an interface has an address in, in the order of its addresses; link-local ones are no subnets.
+    pub fn subnets(&self, index: u32) -> impl Iterator<Item = (IpAddr, u8)> {
+        let own = self.addresses.iter().filter(move |a| a.index == index);
+        own.filter_map(|a| {
+            let net = IpNet::new(a.address, a.prefix).ok()?;
+            let is_local = match a.address {
+                IpAddr::V4(v4) => v4.is_link_local(),
+                IpAddr::V6(v6) => v6.is_unicast_link_local(),
+            };
+            (!is_local).then(|| (net.network(), a.prefix))
+        })
     }
 
     /// Whether an address of the interface is in the same subnet as `address`.
@@ -289,6 +314,20 @@ pub fn in_subnet(address: IpAddr, network: IpAddr, length: u8) -> bool {
 
 /// The interface by which this node reaches `address`, or `None` where there is no route.
 pub fn route_to(address: IpAddr) -> Result<Option<u32>, InterfaceError> {
+    Ok(route(address)?.and_then(|route| route.device))
+}
+
+/// How this node reaches an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Route {
+    /// Index of the interface that packets leave by.
+    pub device: Option<u32>,
+    /// MTU of the route itself, bytes, where it has one.
+    pub mtu: Option<u32>,
+}
+
+/// The route to `address`, or `None` where there is none.
+pub fn route(address: IpAddr) -> Result<Option<Route>, InterfaceError> {
     let mut question = RouteMessage::default();
     (
         question.header.address_family,
@@ -301,19 +340,22 @@ pub fn route_to(address: IpAddr) -> Result<Option<u32>, InterfaceError> {
     question
         .attributes
         .push(RouteAttribute::Destination(destination));
-    let mut device = None;
+    let mut found = None;
     let asked = Netlink::open()?.ask(
         "a route",
         RouteNetlinkMessage::GetRoute(question),
         NLM_F_ACK,
         |message| {
             if let RouteNetlinkMessage::NewRoute(route) = message {
-                device = outgoing(&route);
+                found = Some(Route {
+                    device: outgoing(&route),
+                    mtu: mtu(&route),
+                });
             }
         },
     );
     match asked {
-        Ok(()) => Ok(device),
+        Ok(()) => Ok(found),
         // No route at all, unreachable, prohibited, black hole.
         Err(InterfaceError::Netlink { source, .. })
             if matches!(
@@ -383,8 +425,13 @@ fn interface(link: &LinkMessage) -> Interface {
         index: link.header.index,
         ethernet: link.header.link_layer_type == LinkLayerType::Ether,
         loopback: link.header.flags.contains(LinkFlags::Loopback),
+        running: link
+            .header
+            .flags
+            .contains(LinkFlags::Up | LinkFlags::LowerUp),
         ..Interface::default()
     };
+    let mut elsewhere = false;
     for attribute in &link.attributes {
         match attribute {
             LinkAttribute::IfName(name) => found.name.clone_from(name),
@@ -392,6 +439,8 @@ fn interface(link: &LinkMessage) -> Interface {
             LinkAttribute::Mtu(mtu) => found.mtu = *mtu,
             LinkAttribute::NumRxQueues(queues) => found.rx_queues = *queues,
             LinkAttribute::Controller(master) => found.master = Some(*master),
+            LinkAttribute::Link(link) => found.link = Some(*link).filter(|index| *index != 0),
+            LinkAttribute::LinkNetNsId(_) => elsewhere = true,
             LinkAttribute::LinkInfo(infos) => {
                 found.kind = infos.iter().find_map(|info| match info {
                     LinkInfo::Kind(kind) => Some(kind_name(kind)),
@@ -410,6 +459,10 @@ fn interface(link: &LinkMessage) -> Interface {
             }
             _ => {}
         }
+    }
+    if elsewhere {
+        // An index of another namespace.
+        found.link = None;
     }
     found
 }
@@ -464,6 +517,64 @@ fn outgoing(route: &RouteMessage) -> Option<u32> {
         })
 }
 
+fn mtu(route: &RouteMessage) -> Option<u32> {
+    let attributes = route.attributes.iter();
+    let metrics = attributes.filter_map(|attribute| match attribute {
+        RouteAttribute::Metrics(metrics) => Some(metrics),
+        _ => None,
+    });
+    metrics.flatten().find_map(|metric| match metric {
+        RouteMetric::Mtu(mtu) => Some(*mtu).filter(|mtu| *mtu != 0),
+        _ => None,
+    })
+}
+
+/// Tells that something about interfaces or addresses has changed.
+#[derive(Debug)]
+pub struct Changes {
+    socket: AsyncFd<Socket>,
+}
+
+impl Changes {
+    /// `RTMGRP_LINK`, `RTMGRP_IPV4_IFADDR` and `RTMGRP_IPV6_IFADDR` (`linux/rtnetlink.h`).
+    const GROUPS: u32 = 0x1 | 0x10 | 0x100;
+
+    /// Begins to listen, in the network namespace of the calling thread. To be called on a runtime.
+    pub fn listen() -> Result<Self, InterfaceError> {
+        let open = || -> io::Result<_> {
+            let mut socket = Socket::new(NETLINK_ROUTE)?;
+            socket.bind(&SocketAddr::new(0, Self::GROUPS))?;
+            socket.set_non_blocking(true)?;
+            // SAFETY: the descriptor stays open as long as its owner, which goes into the same value.
+            Ok(unsafe { AsyncFd::register_with_interest(socket, Interest::READABLE) }?)
+        };
+        let socket = open().map_err(|source| InterfaceError::Netlink {
+            what: "changes of interfaces",
+            source,
+        })?;
+        Ok(Self { socket })
+    }
+
+    /// Waits for a change. Safe to cancel. What has changed is not told: messages may be lost.
+    pub async fn changed(&mut self) {
+        // A readable socket without an error cannot fail to be waited for.
+        let Ok(mut ready) = self.socket.readable().await else {
+            return std::future::pending().await;
+        };
+        let mut buffer = Vec::with_capacity(1 << 16);
+        loop {
+            buffer.clear();
+            match self.socket.get_ref().recv(&mut buffer, 0) {
+                Ok(_) => {}
+                // An overrun (ENOBUFS) is news, too.
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock => {}
+                Err(_) => break,
+            }
+        }
+        ready.clear_ready();
+    }
+}
+
 /// A route netlink socket. Synchronous: every question here is answered by the kernel at once.
 struct Netlink {
     socket: Socket,
@@ -472,7 +583,7 @@ struct Netlink {
 
 impl Netlink {
     fn open() -> Result<Self, InterfaceError> {
-        let open = || {
+        let open = || -> io::Result<_> {
             let mut socket = Socket::new(NETLINK_ROUTE)?;
             socket.bind_auto()?;
             socket.connect(&SocketAddr::new(0, 0))?;
@@ -673,6 +784,7 @@ mod tests {
         let lo = host.interfaces.values().find(|i| i.loopback).expect("lo");
         assert_eq!(lo.name, "lo");
         let route = route_to(IpAddr::from([127, 0, 0, 1])).expect("netlink answers");
+        assert_eq!((lo.link, lo.master), (None, None));
         assert!(route.is_none_or(|index| index == lo.index), "{route:?}");
     }
 }

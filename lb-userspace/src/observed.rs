@@ -14,6 +14,7 @@ use crate::config::source::History;
 use crate::dataplane::{Applied, AttachReport, Attachment, DataplaneError};
 use crate::desired::{DesiredState, UplinkSpec};
 use crate::kubernetes::{Latency, Status};
+use crate::peers::{Counters, View};
 use crate::plan::Health;
 use crate::tables::TableSet;
 
@@ -66,6 +67,7 @@ struct Inner {
     unplaced: Vec<IpAddr>,
     checks: Vec<CheckResult>,
     losses: BTreeMap<String, Loss>,
+    view: Arc<View>,
 }
 
 /// What the health checks know of a backend.
@@ -107,6 +109,8 @@ pub struct Snapshot {
     pub checks: Vec<CheckResult>,
     /// Frames that native XDP could not send, by interface.
     pub lost: BTreeMap<String, u64>,
+    /// What has happened among the peers.
+    pub peers: Counters,
 }
 
 /// How far Kubernetes is followed.
@@ -154,6 +158,7 @@ impl Observed {
                 unplaced: Vec::new(),
                 checks: Vec::new(),
                 losses: BTreeMap::new(),
+                view: Arc::default(),
             }),
             kubernetes: OnceLock::new(),
             started: Instant::now(),
@@ -225,7 +230,9 @@ impl Observed {
     pub fn attached(&self, result: Result<&AttachReport, &DataplaneError>) {
         let mut inner = self.inner();
         match result {
-            Ok(AttachReport { attachments, idle }) => {
+            Ok(AttachReport {
+                attachments, idle, ..
+            }) => {
                 inner.attach_failure = None;
                 inner.attachments.clone_from(attachments);
                 inner.idle.clone_from(idle);
@@ -259,6 +266,16 @@ impl Observed {
         });
         loss.frames += frames;
         loss.last = now;
+    }
+
+    /// Something is known of the peers.
+    pub fn peers(&self, view: Arc<View>) {
+        self.inner().view = view;
+    }
+
+    /// What is known of the peers.
+    pub fn view(&self) -> Arc<View> {
+        Arc::clone(&self.inner().view)
     }
 
     /// Interfaces that carry our programs.
@@ -381,6 +398,7 @@ impl Observed {
             lost: lost
                 .map(|(name, loss)| (name.clone(), loss.frames))
                 .collect(),
+            peers: inner.view.counters,
         }
     }
 }
@@ -461,6 +479,7 @@ mod tests {
         observed.attached(Ok(&AttachReport {
             attachments: Vec::new(),
             idle: vec!["no interface is called `eth7`".to_owned()],
+            ..AttachReport::default()
         }));
         assert!(observed.snapshot().ready);
         assert_eq!(

@@ -15,7 +15,7 @@ use lb_common::{
 };
 
 use crate::desired::{BackendSpec, DesiredState, ServiceSpec};
-use crate::tables::{BackendRow, PortRow, TableSet, VipRow};
+use crate::tables::{BackendRow, PeerRow, PortRow, TableSet, VipRow};
 
 /// What the checks found: backends that are known not to answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -34,15 +34,139 @@ impl Health {
         }
     }
 
+    /// The backends that are known not to answer, as service and address.
+    pub fn down(&self) -> &BTreeSet<(String, IpAddr)> {
+        &self.down
+    }
+
+    /// The same, and what others have found.
+    pub fn and(&self, others: &BTreeSet<(String, IpAddr)>) -> Self {
+        Self {
+            down: self.down.union(others).cloned().collect(),
+        }
+    }
+
     /// Whether a backend is not known to be down.
     pub fn is_up(&self, service: &str, address: IpAddr) -> bool {
         !self.down.contains(&(service.to_owned(), address))
     }
 }
 
+/// This node and the others, as far as they are known.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Nodes {
+    /// This node's name.
+    pub name: String,
+    /// This node's addresses.
+    pub addresses: BTreeSet<IpAddr>,
+    /// The others, by name.
+    pub peers: BTreeMap<String, PeerRow>,
+    /// Which node, by name, had an address last: one that is lost for a while still names its node.
+    pub former: BTreeMap<IpAddr, String>,
+}
+
+/// Where a backend is.
+enum Place<'a> {
+    Here,
+    Peer(&'a String, &'a PeerRow),
+    Unknown(&'a String),
+}
+
+/// A backend, and what is known of it here.
+#[derive(Clone, Copy)]
+struct Standing<'a> {
+    backend: &'a BackendSpec,
+    /// The peer that it is on.
+    node: Option<&'a String>,
+    /// It can be reached.
+    is_up: bool,
+}
+
+impl Nodes {
+    /// As the node of that name would see it, did all nodes take new flows that backends are on.
+    pub fn all_of(state: &DesiredState, name: &str) -> Self {
+        let peer = PeerRow {
+            reflecting: true,
+            ..PeerRow::default()
+        };
+        let backends = state.services.iter().flat_map(|service| &service.backends);
+        let nodes: BTreeSet<&String> = backends.filter_map(|b| b.node.as_ref()).collect();
+        Self {
+            name: name.to_owned(),
+            addresses: BTreeSet::new(),
+            peers: nodes
+                .into_iter()
+                .map(|node| (node.clone(), peer.clone()))
+                .collect(),
+            former: BTreeMap::new(),
+        }
+    }
+
+    /// Whether a backend is on this node.
+    pub fn is_here(&self, backend: &BackendSpec) -> bool {
+        matches!(self.place(backend), Place::Here)
+    }
+
+    /// The place of a backend, whose node goes by its name or by an address of it.
+    fn place<'a>(&'a self, backend: &'a BackendSpec) -> Place<'a> {
+        let Some(node) = &backend.node else {
+            return Place::Here;
+        };
+        let address: Option<IpAddr> = node.parse().ok();
+        if *node == self.name || address.is_some_and(|address| self.addresses.contains(&address)) {
+            return Place::Here;
+        }
+        let has = |peer: &PeerRow| {
+            let mut links = peer.links.values();
+            address.is_some_and(|address| links.any(|link| link.addresses.contains(&address)))
+        };
+        let now = self
+            .peers
+            .iter()
+            .find(|(name, peer)| *name == node || has(peer));
+        let former = || {
+            let name = self.former.get(&address?)?;
+            if *name == self.name {
+                return Some(Place::Here);
+            }
+            let (name, peer) = self.peers.get_key_value(name)?;
+            Some(Place::Peer(name, peer))
+        };
+        match now {
+            Some((name, peer)) => Place::Peer(name, peer),
+            None => former().unwrap_or(Place::Unknown(node)),
+        }
+    }
+
+    /// Remembers who has which address.
+    pub fn remember(&mut self) {
+        for address in &self.addresses {
+            self.former.insert(*address, self.name.clone());
+        }
+        for (name, peer) in &self.peers {
+            for address in peer.links.values().flat_map(|link| &link.addresses) {
+                self.former.insert(*address, name.clone());
+            }
+        }
+    }
+}
+
 /// Something wanted that the tables do not hold.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum Warning {
+    /// A backend's node has never been heard of.
+    #[error(
+        "service {service}: {instance} is not used; its node {node} is not known as a peer: its agent \
+         has not been heard since this node's maps were made"
+    )]
+    NodeUnknown {
+        /// Service.
+        service: String,
+        /// Backend.
+        instance: String,
+        /// Its node.
+        node: String,
+    },
     /// The service's VIP is not among the VIPs.
     #[error("service {service}: {vip} is not a VIP of this agent; the service is not served")]
     UnknownVip {
@@ -153,8 +277,11 @@ pub(crate) fn brief(list: &[impl ToString]) -> Vec<String> {
 /// - An instance port exists for every slot that a backend has, and leads to that instance alone: to one
 ///   of its incarnations, where a new one is ready before the old one has gone. The rest of a range has
 ///   no row: it is refused like any port that is not configured.
-pub fn plan(state: &DesiredState, health: &Health) -> (TableSet, Vec<Warning>) {
+/// - A backend of a peer takes new flows as long as that node's program reflects probes.
+pub fn plan(state: &DesiredState, health: &Health, nodes: &Nodes) -> (TableSet, Vec<Warning>) {
     let mut planner = Planner::default();
+    planner.tables.peers.clone_from(&nodes.peers);
+    planner.tables.heartbeat_port = state.peers.as_ref().map_or(0, |peers| peers.port);
     for vip in &state.vips {
         let mut pass = vip.pass.clone();
         pass.sort_unstable();
@@ -167,6 +294,7 @@ pub fn plan(state: &DesiredState, health: &Health) -> (TableSet, Vec<Warning>) {
         }
         let row = VipRow {
             announce: vip.announce,
+            candidate: vip.candidate,
             refuse: vip.refuse,
             pass,
         };
@@ -175,7 +303,7 @@ pub fn plan(state: &DesiredState, health: &Health) -> (TableSet, Vec<Warning>) {
     let mut services: Vec<_> = state.services.iter().collect();
     services.sort_unstable_by(|a, b| a.name.cmp(&b.name));
     for service in services {
-        planner.service(service, health);
+        planner.service(service, health, nodes);
     }
     let order = planner.by_precedence();
     planner.limit_vip_ports_per_pod_port(&order);
@@ -193,7 +321,7 @@ struct Planner {
 }
 
 impl Planner {
-    fn service(&mut self, service: &ServiceSpec, health: &Health) {
+    fn service(&mut self, service: &ServiceSpec, health: &Health, nodes: &Nodes) {
         let ServiceSpec {
             name,
             precedence,
@@ -220,19 +348,39 @@ impl Planner {
                 service: name.clone(),
                 instance: backend.instance.clone(),
             }));
-        let is_up = |backend: &BackendSpec| health.is_up(name, backend.address);
+        let mut standings = Vec::with_capacity(backends.len());
+        for backend in backends {
+            let (node, is_reached) = match nodes.place(backend) {
+                Place::Here => (None, true),
+                Place::Peer(node, peer) => (Some(node), peer.reflecting),
+                Place::Unknown(node) => {
+                    self.warnings.push(Warning::NodeUnknown {
+                        service: name.clone(),
+                        instance: backend.instance.clone(),
+                        node: node.clone(),
+                    });
+                    continue;
+                }
+            };
+            let is_up = is_reached && health.is_up(name, backend.address);
+            standings.push(Standing {
+                backend,
+                node,
+                is_up,
+            });
+        }
 
         let mut ports: Vec<_> = ports.iter().collect();
         ports.sort_unstable_by_key(|port| (port.port, &port.name));
         for port in &ports {
-            let rows = rows(&backends, &port.name, port.target_port, &is_up);
+            let rows = rows(&standings, &port.name, port.target_port);
             self.port(service, port.port, &port.name, None, rows);
         }
 
-        let mut slots: BTreeMap<u32, Vec<&BackendSpec>> = BTreeMap::new();
-        for backend in &backends {
-            if let Some(slot) = backend.slot {
-                slots.entry(slot).or_default().push(backend);
+        let mut slots: BTreeMap<u32, Vec<Standing<'_>>> = BTreeMap::new();
+        for standing in &standings {
+            if let Some(slot) = standing.backend.slot {
+                slots.entry(slot).or_default().push(*standing);
             }
         }
         let mut ranges: Vec<_> = instance_ports.iter().collect();
@@ -248,14 +396,14 @@ impl Planner {
                         service: name.clone(),
                         port_name: range.port_name.clone(),
                         slot,
-                        instance: incarnations[0].instance.clone(),
+                        instance: incarnations[0].backend.instance.clone(),
                     });
                     continue;
                 };
                 if range.except.contains(&port) {
                     continue;
                 }
-                let mut rows = rows(incarnations, &range.port_name, range.target_port, &is_up);
+                let mut rows = rows(incarnations, &range.port_name, range.target_port);
                 let mut eligible = rows.iter_mut().filter(|row| row.eligible);
                 eligible.next();
                 eligible.for_each(|row| row.eligible = false);
@@ -374,25 +522,28 @@ pub fn natural(a: &str, b: &str) -> Ordering {
 }
 
 /// The backends that have the port, in their order, with those eligible that are to get new flows.
-fn rows(
-    backends: &[&BackendSpec],
-    port_name: &str,
-    target_port: u16,
-    is_up: &dyn Fn(&BackendSpec) -> bool,
-) -> Vec<BackendRow> {
+fn rows(standings: &[Standing<'_>], port_name: &str, target_port: u16) -> Vec<BackendRow> {
     let having = || {
-        let mut all = backends.iter();
-        std::iter::from_fn(move || {
-            all.find_map(|backend| Some((*backend, backend.target(port_name, target_port)?)))
+        let all = standings.iter();
+        all.filter_map(|standing| {
+            Some((standing, standing.backend.target(port_name, target_port)?))
         })
     };
-    let is_ready = having().any(|(backend, _)| backend.ready && is_up(backend));
-    let row = |(backend, port): (&BackendSpec, u16)| BackendRow {
-        instance: backend.instance.clone(),
-        uid: backend.uid.clone(),
-        address: backend.address,
-        port,
-        eligible: is_up(backend) && (backend.ready || !is_ready && backend.draining),
+    let is_ready = having().any(|(standing, _)| standing.is_up && standing.backend.ready);
+    let row = |(standing, port): (&Standing<'_>, u16)| {
+        let Standing {
+            backend,
+            node,
+            is_up,
+        } = *standing;
+        BackendRow {
+            instance: backend.instance.clone(),
+            uid: backend.uid.clone(),
+            address: backend.address,
+            port,
+            node: node.cloned(),
+            eligible: is_up && (backend.ready || !is_ready && backend.draining),
+        }
     };
     having().map(row).collect()
 }

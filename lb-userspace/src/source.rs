@@ -1,5 +1,6 @@
 //! Where the agent gets from what it is to serve: a file, or Kubernetes.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -42,32 +43,60 @@ impl Prepared {
         }
     }
 
-    /// The first state, which for Kubernetes has to wait until everything has been read there.
-    pub async fn start(self) -> (Source, DesiredState) {
+    /// Begins to follow Kubernetes. To be called on a runtime.
+    pub fn start(self) -> Source {
         match self {
-            Self::File(file, state) => (Source::File(file), state),
+            Self::File(file, state) => Source::File(Box::new(file), Some(state)),
             Self::Kubernetes(file, config, options) => {
-                let mut source = kubernetes::Source::start(file, config, *options);
-                let state = source.first().await;
-                (Source::Kubernetes(Box::new(source)), state)
+                let source = kubernetes::Source::start(file, config, *options);
+                Source::Kubernetes(Box::new(source))
             }
         }
     }
 }
 
-/// A source that has brought a first state.
+/// A source that is followed.
 pub enum Source {
-    /// All is in the file.
-    File(FileSource<DesiredState>),
+    /// All is in the file, and its first state is here until somebody asks for it.
+    File(Box<FileSource<DesiredState>>, Option<DesiredState>),
     /// The file leaves the services to Kubernetes.
     Kubernetes(Box<kubernetes::Source>),
 }
 
 impl Source {
+    /// Waits for the first state: with Kubernetes until everything has been read there. To be asked once, and not after
+    /// [`Self::news`] has brought one.
+    pub async fn first(&mut self) -> DesiredState {
+        match self {
+            Self::File(_, first) => match first.take() {
+                Some(state) => state,
+                None => std::future::pending().await,
+            },
+            Self::Kubernetes(kubernetes) => kubernetes.first().await,
+        }
+    }
+
+    /// What can be wanted without the services, before the first state is there: [`Self::news`] brings that. `None`
+    /// where it is there already, or nothing is known of the peers.
+    pub fn meanwhile(&mut self) -> Option<DesiredState> {
+        match self {
+            Self::File(..) => None,
+            Self::Kubernetes(kubernetes) => kubernetes.meanwhile(),
+        }
+    }
+
+    /// Tells where this agent is found by its peers.
+    pub fn found_at(&mut self, addresses: BTreeSet<IpAddr>) {
+        match self {
+            Self::File(..) => {}
+            Self::Kubernetes(kubernetes) => kubernetes.found_at(addresses),
+        }
+    }
+
     /// The configuration file.
     pub fn path(&self) -> &Path {
         match self {
-            Self::File(file) => file.path(),
+            Self::File(file, _) => file.path(),
             Self::Kubernetes(kubernetes) => kubernetes.file().path(),
         }
     }
@@ -75,7 +104,7 @@ impl Source {
     /// How the file fared so far.
     pub fn history(&self) -> &History {
         match self {
-            Self::File(file) => file.history(),
+            Self::File(file, _) => file.history(),
             Self::Kubernetes(kubernetes) => kubernetes.file().history(),
         }
     }
@@ -83,7 +112,7 @@ impl Source {
     /// Waits for a sign that something else may be wanted. Safe to cancel.
     pub async fn changed(&mut self) {
         match self {
-            Self::File(file) => file.changed().await,
+            Self::File(file, _) => file.changed().await,
             Self::Kubernetes(kubernetes) => kubernetes.changed().await,
         }
     }
@@ -91,7 +120,7 @@ impl Source {
     /// What is wanted, `None` if nothing has changed since it was asked last.
     pub fn news(&mut self) -> Result<Option<DesiredState>, ConfigError> {
         match self {
-            Self::File(file) => {
+            Self::File(file, _) => {
                 let state = file.news()?;
                 if state.is_some() {
                     info!("{} has changed and is good", file.path().display());
@@ -105,7 +134,7 @@ impl Source {
     /// Has the file read again; if it says something else, [`Self::changed`] tells.
     pub fn look(&mut self) {
         match self {
-            Self::File(file) => file.look(),
+            Self::File(file, _) => file.look(),
             Self::Kubernetes(kubernetes) => kubernetes.file_mut().look(),
         }
     }
@@ -113,7 +142,7 @@ impl Source {
     /// Has the file read again; whatever it says then is news.
     pub fn forget(&mut self) {
         match self {
-            Self::File(file) => file.forget(),
+            Self::File(file, _) => file.forget(),
             Self::Kubernetes(kubernetes) => kubernetes.file_mut().forget(),
         }
     }
@@ -122,7 +151,7 @@ impl Source {
     /// something had to be written for it.
     pub fn in_step(&mut self, tables: &TableSet, idle: &[IpAddr], has_written: bool) {
         match self {
-            Self::File(_) => {}
+            Self::File(..) => {}
             Self::Kubernetes(kubernetes) => kubernetes.in_step(tables, idle, has_written),
         }
     }
@@ -130,7 +159,7 @@ impl Source {
     /// How far Kubernetes is followed.
     pub fn kubernetes(&self) -> Option<&Arc<kubernetes::Status>> {
         match self {
-            Self::File(_) => None,
+            Self::File(..) => None,
             Self::Kubernetes(kubernetes) => Some(kubernetes.status()),
         }
     }
@@ -138,7 +167,7 @@ impl Source {
     /// Ends what runs beside the agent.
     pub async fn stop(self) {
         match self {
-            Self::File(_) => {}
+            Self::File(..) => {}
             Self::Kubernetes(kubernetes) => kubernetes.stop().await,
         }
     }

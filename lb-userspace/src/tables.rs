@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use crate::desired::{Announce, PassSpec, Refuse};
+pub use crate::peers::PeerLink;
 
 /// The rows of all tables that the plan decides. Equal inputs give equal tables, whatever their order.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
@@ -12,6 +13,25 @@ pub struct TableSet {
     pub vips: BTreeMap<IpAddr, VipRow>,
     /// VIP ports, by VIP and port.
     pub ports: BTreeMap<(IpAddr, u16), PortRow>,
+    /// Other nodes, by name.
+    pub peers: BTreeMap<String, PeerRow>,
+    /// UDP port of heartbeats and probes, 0 where there are no peers.
+    pub heartbeat_port: u16,
+}
+
+/// Another node.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct PeerRow {
+    /// Version of its agent.
+    pub version: String,
+    /// Its agent's heartbeats are heard.
+    pub live: bool,
+    /// Its program reflects probes: it takes new flows.
+    pub reflecting: bool,
+    /// Its exceptions are known here.
+    pub synced: bool,
+    /// How it is reached, by the slot of this node's uplink.
+    pub links: BTreeMap<u32, PeerLink>,
 }
 
 /// A VIP.
@@ -19,6 +39,8 @@ pub struct TableSet {
 pub struct VipRow {
     /// Who announces it.
     pub announce: Announce,
+    /// This node may announce it.
+    pub candidate: bool,
     /// What a refusal looks like.
     pub refuse: Refuse,
     /// What goes to the host, sorted, at most [`lb_common::MAX_PASS`].
@@ -53,6 +75,8 @@ pub struct BackendRow {
     pub address: IpAddr,
     /// Pod port.
     pub port: u16,
+    /// The peer that it is on; none for this node.
+    pub node: Option<String>,
     /// Takes new flows.
     pub eligible: bool,
 }

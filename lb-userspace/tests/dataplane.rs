@@ -99,6 +99,13 @@ impl Node {
     }
 
     fn open(&self) -> Dataplane {
+        // A command that another test starts right now has the lock, too, until it executes.
+        for _ in 0..100 {
+            match Dataplane::open(&self.options()) {
+                Err(DataplaneError::Locked { .. }) => thread::sleep(Duration::from_millis(10)),
+                opened => return opened.expect("opens"),
+            }
+        }
         Dataplane::open(&self.options()).expect("opens")
     }
 
@@ -157,7 +164,7 @@ fn named(name: &str, mode: Mode) -> UplinkSpec {
         selector: UplinkSelector::Name(name.to_owned()),
         mode,
         vlan: None,
-        gateway: None,
+        gateways: Vec::new(),
         bypass: Bypass::Auto,
         bypass_udp: vec![53, 123],
     }
@@ -177,10 +184,12 @@ fn tables(backends: &[(&str, u8)]) -> TableSet {
         uid: String::new(),
         address: IpAddr::from([10, 244, 0, *last]),
         port: 6385,
+        node: None,
         eligible: true,
     };
     let vip = VipRow {
         announce: Announce::Always,
+        candidate: true,
         refuse: Refuse::Reject,
         pass: Vec::new(),
     };
@@ -195,6 +204,7 @@ fn tables(backends: &[(&str, u8)]) -> TableSet {
     TableSet {
         vips: [(ip("172.22.0.2"), vip)].into(),
         ports: [((ip("172.22.0.2"), 6385), port)].into(),
+        ..TableSet::default()
     }
 }
 

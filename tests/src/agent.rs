@@ -7,6 +7,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::command::{run, wait_until};
@@ -130,18 +131,26 @@ impl Agent {
     /// As [`Agent::start`].
     pub fn launch(node: &Node) -> Result<Self> {
         let mut agent = Self::spawn(node)?;
-        let pid = agent.process.pid();
+        agent.wait_until_ready(node)?;
+        Ok(agent)
+    }
+
+    /// Waits until it has brought the maps of `node` in step.
+    ///
+    /// # Errors
+    /// As [`Agent::start`].
+    pub fn wait_until_ready(&mut self, node: &Node) -> Result<()> {
+        let pid = self.process.pid();
         let ready = wait_until("the agent is ready", Duration::from_secs(60), || {
-            ensure!(agent.process.running()?, "it ended");
+            ensure!(self.process.running()?, "it ended");
             // Maps of a former agent are there from the start: this one's pid must be in them.
             let control = node.maps().control().ok();
             Ok(control.is_some_and(|control| {
                 control.agent_pid == pid && control.synced_at >= control.agent_started
             }))
         });
-        let log = agent.process.log()?;
-        ready.with_context(|| format!("agent on {} said:\n{log}", node.name))?;
-        Ok(agent)
+        let log = self.process.log()?;
+        ready.with_context(|| format!("agent on {} said:\n{log}", node.name))
     }
 
     /// Starts an agent on `node` and does not wait: for those that shall fail.
@@ -149,9 +158,19 @@ impl Agent {
     /// # Errors
     /// When there is no binary to start.
     pub fn spawn(node: &Node) -> Result<Self> {
+        Self::spawn_binary(node, ironlb()?)
+    }
+
+    /// As [`Agent::spawn`], from a binary elsewhere, as an upgrade brings it.
+    ///
+    /// # Errors
+    /// When there is no binary to start.
+    pub fn spawn_binary(node: &Node, binary: &Path) -> Result<Self> {
         let command = [
-            ironlb()?.as_os_str(),
+            binary.as_os_str(),
             "agent".as_ref(),
+            "--node-name".as_ref(),
+            node.name.as_ref(),
             "--config".as_ref(),
             node.config.as_os_str(),
             "--bpffs".as_ref(),
@@ -159,5 +178,15 @@ impl Agent {
         ];
         let process = node.namespace.spawn("agent", command)?;
         Ok(Self { process })
+    }
+
+    /// Asks it to end (SIGTERM) and waits for that.
+    ///
+    /// # Errors
+    /// When it has ended already, or does not in 20 s.
+    pub fn stop(&mut self) -> Result<()> {
+        self.process.signal(Signal::TERM)?;
+        let limit = Duration::from_secs(20);
+        wait_until("the agent ends", limit, || Ok(!self.process.running()?))
     }
 }

@@ -28,6 +28,54 @@ pub fn heads(namespace: &Namespace, url: &str, count: usize) -> Result<Vec<Strin
     Ok(codes.lines().map(str::to_owned).collect())
 }
 
+/// How curl tells which instance answered; empty when none did.
+const TELL_INSTANCE: &str = "%{stderr}served by %header{x-instance}\n";
+const INSTANCE: &str = "served by ";
+
+/// What came of a download.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Outcome {
+    /// All of it arrived, and it is right.
+    Whole,
+    /// A RST refused the connection.
+    Refused,
+    /// A RST ended it.
+    Reset,
+    /// Nothing came any more.
+    Hung,
+    /// Something else: an HTTP error, or other bytes.
+    Wrong,
+}
+
+impl Outcome {
+    /// From what curl and sha256sum said; the codes are curl's, in parentheses.
+    fn read(said: &str, sha256: &str) -> Self {
+        let failed = |code: &str| said.contains(&format!("curl: ({code})"));
+        if failed("7") {
+            Self::Refused
+        } else if ["52", "55", "56"].into_iter().any(failed) {
+            Self::Reset
+        } else if failed("28") {
+            Self::Hung
+        } else if !said.contains("curl:") && said.lines().any(|line| line.starts_with(sha256)) {
+            Self::Whole
+        } else {
+            Self::Wrong
+        }
+    }
+}
+
+/// The end of a download.
+#[derive(Clone, Debug)]
+pub struct End {
+    /// What came of it.
+    pub outcome: Outcome,
+    /// Who served it, as far as the answer came.
+    pub instance: String,
+    /// What curl said.
+    pub said: String,
+}
+
 /// A running download. Dropping it ends it.
 #[derive(Debug)]
 pub struct Download {
@@ -48,10 +96,16 @@ impl Download {
     ) -> Result<Self> {
         // curl's exit code would be lost in the pipe; -S makes it say why it failed.
         let script = r#"curl -sS -f "$@" | sha256sum"#;
+        // Nothing for so many seconds is a flow that hangs, long before the limit.
+        let stall = ["--speed-limit", "1", "--speed-time", "20"];
+        let tell = ["--write-out", TELL_INSTANCE];
         let limit = limit.as_secs().to_string();
         let words = ["sh", "-c", script, "curl", "--max-time", &limit, url];
         Ok(Self {
-            curl: namespace.spawn("download", words.iter().chain(options))?,
+            curl: namespace.spawn(
+                "download",
+                words.iter().chain(&stall).chain(&tell).chain(options),
+            )?,
             url: url.to_owned(),
         })
     }
@@ -69,18 +123,38 @@ impl Download {
     /// # Errors
     /// When it has not; the message holds what curl said.
     pub fn finish(mut self, sha256: &str) -> Result<()> {
+        let end = self.end(sha256)?;
+        ensure!(
+            end.outcome == Outcome::Whole,
+            "download of {} from {} is {:?}, {sha256} expected: {}",
+            self.url,
+            end.instance,
+            end.outcome,
+            end.said
+        );
+        Ok(())
+    }
+
+    /// Waits for its end, whatever it brought.
+    ///
+    /// # Errors
+    /// When it does not end.
+    pub fn end(&mut self, sha256: &str) -> Result<End> {
         wait_until(
             &format!("the download of {} ends", self.url),
             Duration::from_secs(120),
             || Ok(!self.curl.running()?),
         )?;
         let said = self.curl.log()?;
-        ensure!(
-            said.lines().any(|line| line.starts_with(sha256)) && !said.contains("curl:"),
-            "download of {} is broken, {sha256} expected: {said}",
-            self.url
-        );
-        Ok(())
+        let instance = said
+            .lines()
+            .find_map(|line| line.strip_prefix(INSTANCE))
+            .unwrap_or_default();
+        Ok(End {
+            outcome: Outcome::read(&said, sha256),
+            instance: instance.to_owned(),
+            said,
+        })
     }
 }
 
@@ -90,5 +164,25 @@ impl Drop for Download {
         if let Some(group) = rustix::process::Pid::from_raw(self.curl.pid().cast_signed()) {
             let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_outcome_is_told_from_what_curl_said() {
+        let sum = "ab12";
+        let whole = "served by ironic-0\nab12  -\n";
+        let reset =
+            "curl: (56) Recv failure: Connection reset by peer\nserved by ironic-0\ncd34  -\n";
+        let refused = "curl: (7) Failed to connect to 172.22.0.2\nserved by \ncd34  -\n";
+        let hung = "curl: (28) Operation too slow\nserved by ironic-0\nab12  -\n";
+        let missing = "curl: (22) The requested URL returned error: 404\nserved by \ncd34  -\n";
+        let other = "served by ironic-0\ncd34  -\n";
+        let read = [whole, reset, refused, hung, missing, other].map(|s| Outcome::read(s, sum));
+        use Outcome::{Hung, Refused, Reset, Whole, Wrong};
+        assert_eq!(read, [Whole, Reset, Refused, Hung, Wrong, Wrong]);
     }
 }

@@ -2,7 +2,7 @@
 //! No interface, no pins: every engine has maps of its own.
 
 use std::collections::BTreeMap;
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 use std::sync::LazyLock;
 
 use anyhow::{Context, Result, bail};
@@ -10,9 +10,10 @@ use aya::maps::{Array, HashMap, MapData, PerCpuArray};
 use aya::programs::{Program, TestRun, TestRunOptions};
 use aya::{Btf, Ebpf, EbpfLoader, Pod};
 use lb_common::layout::{
-    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Flow, FlowKey,
-    MAX_BACKENDS_PER_PORT, MAX_VIP_PORTS_PER_POD_PORT, MODE_NATIVE, MODE_TC, PodPort, Service,
-    ServiceKey, Traffic, Uplink, Vip, backend_id, global, map, program,
+    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Exception, Flow, FlowKey,
+    MAX_BACKENDS_PER_PORT, MAX_VIP_PORTS_PER_POD_PORT, MODE_NATIVE, MODE_TC, Peer, PeerMac,
+    PodPort, Reflection, Service, ServiceKey, Traffic, Uplink, Vip, backend_id, global, map,
+    peer_link, program,
 };
 use lb_common::{Verdict, choice};
 
@@ -39,8 +40,11 @@ pub mod tc {
     pub const REDIRECT: u32 = 7;
 }
 
-/// A pod's address and port.
-pub type PodPortAddress = (Ipv4Addr, u16);
+/// A VIP, a port of it, and the pods behind: address and port.
+pub type ServedPort<'a, A> = (A, u16, &'a [(A, u16)]);
+
+/// UDP port of heartbeats and probes.
+pub const HEARTBEAT_PORT: u16 = 9470;
 
 /// The loaded object.
 pub struct Engine {
@@ -207,10 +211,10 @@ impl Engine {
     ///
     /// # Errors
     /// As any map update.
-    pub fn set_vip(&mut self, addr: Ipv4Addr, vip: Vip) -> Result<()> {
+    pub fn set_vip(&mut self, addr: impl Into<IpAddr>, vip: Vip) -> Result<()> {
         Ok(self
             .hash::<Addr, Vip>(map::VIPS)?
-            .insert(Addr::from(addr), vip, 0)?)
+            .insert(Addr::from(addr.into()), vip, 0)?)
     }
 
     /// Writes what the agent tells.
@@ -239,15 +243,105 @@ impl Engine {
             .insert(key, service, 0)?)
     }
 
+    /// Introduces another node on uplink 0, and moves backends to it by their indices.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn set_peer(&mut self, number: u32, peer: Peer, backends: &[u16]) -> Result<()> {
+        self.set(map::PEERS, peer_link(number, 0), peer)?;
+        let mac = PeerMac {
+            mac: peer.mac,
+            uplink: 0,
+        };
+        self.hash::<PeerMac, u32>(map::PEER_MACS)?
+            .insert(mac, number, 0)?;
+        for index in backends {
+            let rows = self.ebpf.map_mut(map::BACKENDS).context("no backends")?;
+            let mut rows = Array::<_, Backend>::try_from(rows)?;
+            let row = rows.get(&u32::from(*index), 0)?;
+            let row = Backend {
+                peer: number as u16,
+                ..row
+            };
+            rows.set(u32::from(*index), row, 0)?;
+        }
+        let keys: Vec<ServiceKey> = {
+            let services = self.hash::<ServiceKey, Service>(map::SERVICES)?;
+            services.keys().collect::<Result<_, _>>()?
+        };
+        for key in keys {
+            let mut service = self
+                .hash::<ServiceKey, Service>(map::SERVICES)?
+                .get(&key, 0)?;
+            for (at, candidate) in service.candidates.iter().enumerate() {
+                if backends.contains(&(candidate.backend as u16)) {
+                    service.local &= !(1 << at);
+                }
+            }
+            self.set_service(key, service)?;
+        }
+        self.change_control(|control| {
+            control.peers += 1;
+            control.heartbeat_port = HEARTBEAT_PORT;
+        })
+    }
+
+    /// Changes what the agent tells.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn change_control(&mut self, change: impl FnOnce(&mut Control)) -> Result<()> {
+        let map = self.ebpf.map_mut(map::CONTROL).context("no control")?;
+        let mut map = Array::<_, Control>::try_from(map)?;
+        let mut control = map.get(&0, 0)?;
+        change(&mut control);
+        Ok(map.set(0, control, 0)?)
+    }
+
+    /// Writes that a flow sits on a peer.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn set_exception(&mut self, key: &FlowKey, peer: u32) -> Result<()> {
+        Ok(self
+            .hash::<FlowKey, Exception>(map::EXCEPTIONS)?
+            .insert(key, Exception { peer }, 0)?)
+    }
+
+    /// The probe that a peer sent back last.
+    ///
+    /// # Errors
+    /// As any map look-up.
+    pub fn reflection(&self, number: u32) -> Result<Reflection> {
+        let map = Array::<_, Reflection>::try_from(self.map(map::REFLECTIONS)?)?;
+        Ok(map.get(&peer_link(number, 0), 0)?)
+    }
+
+    /// Changes a VIP port's value.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn change_service(
+        &mut self,
+        key: ServiceKey,
+        change: impl FnOnce(&mut Service),
+    ) -> Result<()> {
+        let mut service = self
+            .hash::<ServiceKey, Service>(map::SERVICES)?
+            .get(&key, 0)?;
+        change(&mut service);
+        self.set_service(key, service)
+    }
+
     /// Says which addresses are pods.
     ///
     /// # Errors
     /// As any map update.
-    pub fn set_pod(&mut self, pod: Ipv4Addr, flags: u32) -> Result<()> {
+    pub fn set_pod(&mut self, pod: impl Into<IpAddr>, flags: u32) -> Result<()> {
         let pod_flags = lb_common::layout::Pod { flags };
         Ok(self
             .hash::<Addr, lb_common::layout::Pod>(map::PODS)?
-            .insert(Addr::from(pod), pod_flags, 0)?)
+            .insert(Addr::from(pod.into()), pod_flags, 0)?)
     }
 
     /// Configures VIP ports with live, eligible backends, and everything that hangs off them.
@@ -255,7 +349,7 @@ impl Engine {
     ///
     /// # Errors
     /// As any map update.
-    pub fn serve(&mut self, ports: &[(Ipv4Addr, u16, &[PodPortAddress])]) -> Result<()> {
+    pub fn serve<A: Into<IpAddr> + Copy>(&mut self, ports: &[ServedPort<'_, A>]) -> Result<()> {
         let mut index = 0;
         let mut leads: BTreeMap<ServiceKey, Vec<ServiceKey>> = BTreeMap::new();
         let mut control = Control {
@@ -263,10 +357,11 @@ impl Engine {
             ..Control::default()
         };
         for (id, (vip, port, backends)) in ports.iter().enumerate() {
-            let vip_port = ServiceKey::new(Addr::from(*vip), *port);
+            let vip_port = ServiceKey::new(Addr::from((*vip).into()), *port);
             let mut candidates = [Candidate::default(); MAX_BACKENDS_PER_PORT];
             for (at, (pod, pod_port)) in backends.iter().enumerate() {
-                let addr = Addr::from(*pod);
+                let pod: IpAddr = (*pod).into();
+                let addr = Addr::from(pod);
                 let flags = BACKEND_ALIVE | BACKEND_ELIGIBLE;
                 let service = id as u16;
                 self.set_backend(
@@ -277,6 +372,8 @@ impl Engine {
                         service,
                         generation: 1,
                         flags,
+                        peer: 0,
+                        pad: 0,
                     },
                 )?;
                 let identity = choice::identity(&pod.to_string());
@@ -289,7 +386,7 @@ impl Engine {
                     .or_default()
                     .push(vip_port);
                 control.pod_filter.insert(&addr);
-                self.set_pod(*pod, 0)?;
+                self.set_pod(pod, 0)?;
                 index += 1;
             }
             let service = Service {
@@ -299,6 +396,7 @@ impl Engine {
                 seed: choice::name_hash("metal3/ironic"),
                 count: backends.len() as u32,
                 pad: 0,
+                local: u64::MAX,
                 candidates,
                 pad_tail: 0,
                 version_tail: 1,

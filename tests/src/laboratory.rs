@@ -1,8 +1,10 @@
 //! The laboratory itself: topology, addresses, offloads, and its end.
 
 use std::fs;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -16,12 +18,28 @@ use crate::{registry, web};
 
 /// The VIP of Ironic on the provisioning network.
 pub const VIP: Ipv4Addr = Ipv4Addr::new(172, 22, 0, 2);
+/// The same on its IPv6 network.
+pub const VIP6: Ipv6Addr = Ipv6Addr::new(0xfd00, 0x22, 0, 0, 0, 0, 0, 2);
 /// First port of the range whose ports belong to one instance each.
 const INSTANCE_BASE: u16 = 6200;
 /// Provisioning port of every node.
 const UPLINK: &str = "eth1";
+/// What the peers of a laboratory authenticate each other with.
+const PEERS_KEY: &str = "66c1f2a0c77a4c5d9f3b0a5e7f1d2c3b4a59687786958473625140f0e1d2c3b4";
 /// The bridge that the provisioning port may be enslaved to.
 const NODE_BRIDGE: &str = "br-ex";
+
+/// The IPv6 address that goes with an IPv4 one: the last octet's digits are those of the last group.
+fn twin(prefix: [u16; 4], last: u8) -> Ipv6Addr {
+    let digits = u16::from(last / 100) << 8 | u16::from(last / 10 % 10) << 4 | u16::from(last % 10);
+    let [a, b, c, d] = prefix;
+    Ipv6Addr::new(a, b, c, d, 0, 0, 0, digits)
+}
+
+/// On the provisioning network, which is `fd00:22::/64`, too.
+fn provisioning6(last: u8) -> Ipv6Addr {
+    twin([0xfd00, 0x22, 0, 0], last)
+}
 
 /// How a node is laid out.
 #[derive(Clone, Debug)]
@@ -49,6 +67,7 @@ impl Default for NodeOptions {
 #[derive(Clone, Debug)]
 pub struct Builder {
     complete_checksums: bool,
+    snooping: bool,
     image_mib: u32,
     nodes: Vec<NodeOptions>,
 }
@@ -62,6 +81,13 @@ impl Builder {
         self
     }
 
+    /// Makes the switch send multicast only where somebody has joined the group, and ask who has (IGMP and MLD snooping,
+    /// with a querier).
+    pub fn snooping(mut self, on: bool) -> Self {
+        self.snooping = on;
+        self
+    }
+
     /// Size of the image that every pod serves (default 4 MiB).
     pub fn image_mib(mut self, mib: u32) -> Self {
         self.image_mib = mib;
@@ -72,6 +98,15 @@ impl Builder {
     pub fn nodes(mut self, nodes: Vec<NodeOptions>) -> Self {
         self.nodes = nodes;
         self
+    }
+
+    /// So many control-plane nodes with so many pods each.
+    pub fn nodes_with_pods(self, nodes: usize, pods: u8) -> Self {
+        let node = NodeOptions {
+            pods,
+            ..NodeOptions::default()
+        };
+        self.nodes(vec![node; nodes])
     }
 
     /// Builds it, after removing laboratories whose owner has died.
@@ -93,7 +128,12 @@ impl Builder {
         let directory = registry::directory(tag);
         let namespace = |role: &str| Namespace::create(tag, role, &directory);
         let switch = namespace("switch")?;
-        switch.ip("link add br0 type bridge mcast_snooping 0\nlink set br0 up")?;
+        let snoops = u8::from(self.snooping);
+        switch.ip(&format!(
+            "link add br0 type bridge mcast_snooping {snoops} mcast_querier {snoops} \
+             mcast_query_response_interval 100 mcast_startup_query_interval 100\n\
+             link set br0 up"
+        ))?;
         // The switch is a wire: no firewall of it may see, defragment or delay anything.
         switch.sysctl("net.bridge.bridge-nf-call-iptables", "0")?;
         switch.sysctl("net.bridge.bridge-nf-call-ip6tables", "0")?;
@@ -102,13 +142,7 @@ impl Builder {
             complete_checksums: self.complete_checksums,
         };
 
-        let host = |role: &str, last: u8| -> Result<Host> {
-            let namespace = namespace(role)?;
-            let address = Ipv4Addr::new(172, 22, 0, last);
-            cabling.plug(&namespace, "eth0", role)?;
-            namespace.ip(&format!("addr add {address}/24 dev eth0"))?;
-            Ok(Host { namespace, address })
-        };
+        let host = |role: &str, last| cabling.host(namespace(role)?, role, last);
         let hosts = vec![host("host0", 100)?, host("host1", 101)?];
         let bmc = host("bmc", 150)?;
 
@@ -136,6 +170,21 @@ pub(crate) struct Cabling<'a> {
 }
 
 impl Cabling<'_> {
+    /// Makes a namespace a host on the provisioning network, by the switch's port `port`: with the addresses whose last
+    /// part is `last`.
+    pub(crate) fn host(&self, namespace: Namespace, port: &str, last: u8) -> Result<Host> {
+        let (address, address6) = (Ipv4Addr::new(172, 22, 0, last), provisioning6(last));
+        self.plug(&namespace, "eth0", port)?;
+        namespace.ip(&format!(
+            "addr add {address}/24 dev eth0\naddr add {address6}/64 dev eth0 nodad"
+        ))?;
+        Ok(Host {
+            namespace,
+            address,
+            address6,
+        })
+    }
+
     /// Connects `interface` of `namespace` to the switch's port `port`.
     pub(crate) fn plug(&self, namespace: &Namespace, interface: &str, port: &str) -> Result<()> {
         self.switch.ip(&format!(
@@ -162,6 +211,8 @@ pub struct Host {
     pub namespace: Namespace,
     /// Its address on the provisioning network.
     pub address: Ipv4Addr,
+    /// Its IPv6 address there.
+    pub address6: Ipv6Addr,
 }
 
 /// A control-plane node.
@@ -194,6 +245,8 @@ pub struct Pod {
     pub namespace: Namespace,
     /// Its address.
     pub address: Ipv4Addr,
+    /// Its IPv6 address.
+    pub address6: Ipv6Addr,
     /// Its nginx.
     pub web: Process,
 }
@@ -211,6 +264,27 @@ impl Pod {
 }
 
 impl Node {
+    /// Bytes that have left by its provisioning port.
+    ///
+    /// # Errors
+    /// When the port is not there.
+    pub fn bytes_sent(&self) -> Result<u64> {
+        let shown = self
+            .namespace
+            .exec(["ip", "-s", "-j", "link", "show", "dev", UPLINK])?;
+        let shown: Value = serde_json::from_str(&shown)?;
+        let bytes = shown[0]["stats64"]["tx"]["bytes"].as_u64();
+        bytes.with_context(|| format!("no bytes sent in {shown}"))
+    }
+
+    /// MAC of its provisioning port.
+    ///
+    /// # Errors
+    /// When the port is not there.
+    pub fn mac(&self) -> Result<[u8; 6]> {
+        Ok(self.namespace.interface(UPLINK)?.1)
+    }
+
     fn build(
         tag: &str,
         number: u8,
@@ -227,6 +301,7 @@ impl Node {
         let directory = registry::directory(tag);
         let namespace = Namespace::create(tag, &name, &directory)?;
         namespace.sysctl("net.ipv4.ip_forward", "1")?;
+        namespace.sysctl("net.ipv6.conf.all.forwarding", "1")?;
         // Both: the kernel takes the larger of `all` and the interface's own.
         for scope in ["all", "default"] {
             let name = format!("net.ipv4.conf.{scope}.rp_filter");
@@ -246,7 +321,10 @@ impl Node {
         } else {
             UPLINK
         };
-        namespace.ip(&format!("addr add {address}/24 dev {uplink}"))?;
+        let address6 = provisioning6(11 + number);
+        namespace.ip(&format!(
+            "addr add {address}/24 dev {uplink}\naddr add {address6}/64 dev {uplink} nodad"
+        ))?;
 
         let mut node = Self {
             bpffs: PathBuf::from(registry::BPFFS).join(format!("ironlb-{tag}-{name}")),
@@ -283,18 +361,25 @@ impl Pod {
         let namespace = Namespace::create(tag, &instance, &directory)?;
         let address = Ipv4Addr::new(10, 244, node_number, 11 + index);
         let gateway = Ipv4Addr::new(10, 244, node_number, 1);
+        let pods6 = [0xfd00, 0x244, 0, u16::from(node_number)];
+        let (address6, gateway6) = (twin(pods6, 11 + index), twin(pods6, 1));
         node.namespace.ip(&format!(
             "link add pod{index} type veth peer name eth0 netns {}\n\
              addr add {gateway}/32 dev pod{index}\n\
+             addr add {gateway6}/128 dev pod{index} nodad\n\
              link set pod{index} up\n\
-             route add {address}/32 dev pod{index} src {gateway}",
+             route add {address}/32 dev pod{index} src {gateway}\n\
+             route add {address6}/128 dev pod{index}",
             namespace.name()
         ))?;
         namespace.ip(&format!(
             "addr add {address}/32 dev eth0\n\
+             addr add {address6}/128 dev eth0 nodad\n\
              link set eth0 up\n\
              route add {gateway}/32 dev eth0\n\
-             route add default via {gateway} dev eth0"
+             route add {gateway6}/128 dev eth0\n\
+             route add default via {gateway} dev eth0\n\
+             route add default via {gateway6} dev eth0"
         ))?;
         let directory = directory.join(&instance);
         let web = web::start(&namespace, &instance, image, &directory)?;
@@ -303,6 +388,7 @@ impl Pod {
             slot,
             namespace,
             address,
+            address6,
             web,
         })
     }
@@ -326,10 +412,14 @@ pub struct Laboratory {
 }
 
 impl Laboratory {
+    /// How long a switch with snooping floods at first: it asks in centiseconds as set above, and waits for answers.
+    pub const SNOOPS_AFTER: Duration = Duration::from_secs(3);
+
     /// Starts describing one.
     pub fn builder() -> Builder {
         Builder {
             complete_checksums: false,
+            snooping: false,
             image_mib: 4,
             nodes: vec![NodeOptions::default()],
         }
@@ -366,6 +456,147 @@ impl Laboratory {
         })
     }
 
+    /// Gives a configuration of [`Laboratory::config`] or [`Laboratory::config_elected`] the IPv6 VIP and the pods' IPv6
+    /// addresses, too.
+    pub fn with_ipv6(&self, config: &mut Value) {
+        let mut vip = config["vips"][0].clone();
+        vip["address"] = json!(VIP6);
+        config["vips"].as_array_mut().expect("vips").push(vip);
+        config["services"][0]["vip"] = json!(format!("{VIP},{VIP6}"));
+        let pods = self.nodes.iter().flat_map(|node| &node.pods);
+        for (backend, pod) in backends(config).iter_mut().zip(pods) {
+            backend["address"] = json!(format!("{},{}", pod.address, pod.address6));
+        }
+    }
+
+    /// As [`Laboratory::config`], for agents that are each other's peers and elect who announces the VIP;
+    /// every backend names its node. The peers' key is written to the laboratory's directory.
+    ///
+    /// # Errors
+    /// When the key cannot be written.
+    pub fn config_elected(&self, mode: &str) -> Result<Value> {
+        let key = self.directory().join("peers.key");
+        fs::write(&key, PEERS_KEY)
+            .and_then(|()| fs::set_permissions(&key, fs::Permissions::from_mode(0o600)))
+            .with_context(|| format!("cannot write {}", key.display()))?;
+        let mut config = self.config(mode);
+        config["vips"][0]["announce"] = json!("elect");
+        let addresses: Vec<_> = self.nodes.iter().map(|node| node.address).collect();
+        config["peers"] = json!({"key": {"file": key}, "nodes": addresses});
+        let pods = self
+            .nodes
+            .iter()
+            .flat_map(|node| node.pods.iter().map(|_| node.address));
+        for (backend, node) in backends(&mut config).iter_mut().zip(pods) {
+            backend["node"] = json!(node);
+        }
+        Ok(config)
+    }
+
+    /// Pulls the cable out of the switch's port `port`, e.g. `node0`: both ends lose the carrier.
+    ///
+    /// # Errors
+    /// When there is no such port.
+    pub fn unplug(&self, port: &str) -> Result<()> {
+        self.switch.ip(&format!("link set {port} down"))
+    }
+
+    /// Puts it in again.
+    ///
+    /// # Errors
+    /// When there is no such port.
+    pub fn plug(&self, port: &str) -> Result<()> {
+        self.switch.ip(&format!("link set {port} up"))
+    }
+
+    /// Takes a node's provisioning NIC away and puts another one in its place, with the same name and address. Its
+    /// checksums are unfinished, whatever the laboratory's are.
+    ///
+    /// # Errors
+    /// When that cannot be done.
+    pub fn replace_uplink(&self, node: usize) -> Result<()> {
+        let node = &self.nodes[node];
+        self.switch.ip(&format!("link del {}", node.name))?;
+        let cabling = Cabling {
+            switch: &self.switch,
+            complete_checksums: false,
+        };
+        cabling.plug(&node.namespace, "eth1", &node.name)?;
+        let address = format!("addr add {}/24 dev eth1", node.address);
+        node.namespace.ip(&address)
+    }
+
+    /// A host behind two routers, the link between which carries packets of `mtu` bytes at most; all others have 1,500.
+    /// The nodes know the way to it.
+    ///
+    /// # Errors
+    /// When a command fails.
+    pub fn host_behind(&self, mtu: u32) -> Result<Host> {
+        let directory = self.directory();
+        let namespace = |role: &str| Namespace::create(&self.tag, role, &directory);
+        let (near, distant, far) = (namespace("near")?, namespace("distant")?, namespace("far")?);
+        let cabling = Cabling {
+            switch: &self.switch,
+            complete_checksums: false,
+        };
+        cabling.plug(&near, "eth0", "near")?;
+        let wire = |from: &Namespace, to: &Namespace, mtu: u32| {
+            from.ip(&format!(
+                "link add to-{0} mtu {mtu} type veth peer name eth0 mtu {mtu} netns {1}\nlink set to-{0} up",
+                if to.name() == far.name() { "far" } else { "distant" },
+                to.name()
+            ))?;
+            to.ip("link set eth0 up")
+        };
+        wire(&near, &distant, mtu)?;
+        wire(&distant, &far, 1500)?;
+        for router in [&near, &distant] {
+            router.sysctl("net.ipv4.ip_forward", "1")?;
+            router.sysctl("net.ipv6.conf.all.forwarding", "1")?;
+        }
+        near.ip("addr add 172.22.0.200/24 dev eth0\n\
+             addr add fd00:22::200/64 dev eth0 nodad\n\
+             addr add 172.24.0.1/24 dev to-distant\n\
+             addr add fd00:24::1/64 dev to-distant nodad\n\
+             route add 172.23.0.0/24 via 172.24.0.2\n\
+             route add fd00:23::/64 via fd00:24::2")?;
+        distant.ip("addr add 172.24.0.2/24 dev eth0\n\
+             addr add fd00:24::2/64 dev eth0 nodad\n\
+             addr add 172.23.0.1/24 dev to-far\n\
+             addr add fd00:23::1/64 dev to-far nodad\n\
+             route add default via 172.24.0.1\n\
+             route add default via fd00:24::1")?;
+        let host = Host {
+            address: Ipv4Addr::new(172, 23, 0, 2),
+            address6: Ipv6Addr::new(0xfd00, 0x23, 0, 0, 0, 0, 0, 2),
+            namespace: far,
+        };
+        host.namespace.ip("addr add 172.23.0.2/24 dev eth0\n\
+             addr add fd00:23::2/64 dev eth0 nodad\n\
+             route add default via 172.23.0.1\n\
+             route add default via fd00:23::1")?;
+        for node in &self.nodes {
+            node.namespace
+                .ip("route add 172.23.0.0/24 via 172.22.0.200\n\
+                 route add 172.24.0.0/24 via 172.22.0.200\n\
+                 route add fd00:23::/64 via fd00:22::200\n\
+                 route add fd00:24::/64 via fd00:22::200")?;
+        }
+        Ok(host)
+    }
+
+    /// Lets `node` and all others that are cut off so reach the hosts but not each other, or ends that.
+    ///
+    /// # Errors
+    /// When the bridge cannot do that.
+    pub fn cut_off(&self, node: &Node, on: bool) -> Result<()> {
+        let on = if on { "on" } else { "off" };
+        let port = &node.name;
+        self.switch.ip(&format!(
+            "link set dev {port} type bridge_slave isolated {on}"
+        ))
+    }
+
     /// Routes the pods' addresses on `host` by way of the node, around the VIP.
     ///
     /// # Errors
@@ -392,6 +623,16 @@ impl Laboratory {
         }
         Ok(self.tag.clone())
     }
+}
+
+/// The backends of the one service in a configuration of [`Laboratory::config`].
+///
+/// # Panics
+/// When there are none.
+pub fn backends(config: &mut Value) -> &mut Vec<Value> {
+    config["services"][0]["backends"]
+        .as_array_mut()
+        .expect("a service with backends")
 }
 
 impl Laboratory {

@@ -10,16 +10,20 @@
 //! ```
 
 mod agent;
+mod arp;
 mod capture;
 pub mod cluster;
 mod command;
 mod download;
 pub mod engine;
+mod fleet;
 mod image;
+mod keepalived;
 mod laboratory;
 mod load;
 mod maps;
 mod namespace;
+mod prober;
 mod process;
 mod registry;
 mod report;
@@ -27,14 +31,18 @@ mod web;
 mod wire;
 
 pub use agent::{Agent, ironlb};
+pub use arp::{Answer, ArpWatch, Turn, turns};
 pub use capture::Capture;
 pub use command::{run, run_with_input, wait_until};
-pub use download::{Download, heads};
+pub use download::{Download, End, Outcome, heads};
+pub use fleet::Fleet;
 pub use image::Image;
-pub use laboratory::{Builder, Host, Laboratory, Node, NodeOptions, Pod, VIP};
-pub use load::{Load, LoadReport};
+pub use keepalived::start_keepalived;
+pub use laboratory::{Builder, Host, Laboratory, Node, NodeOptions, Pod, VIP, VIP6, backends};
+pub use load::{Load, LoadReport, exchange};
 pub use maps::{KernelObjects, Maps};
 pub use namespace::Namespace;
+pub use prober::{Attempt, Neighbour, Prober};
 pub use process::Process;
 pub use registry::{Kept, down, kept, sweep};
 pub use report::Report;

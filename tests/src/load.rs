@@ -67,7 +67,7 @@ impl Load {
                 let number = self.first + done;
                 let source = self.source(number);
                 let target = self.targets[number as usize % self.targets.len()];
-                match exchange(source, target) {
+                match exchange(Some(source), target, "/", Duration::from_secs(60)) {
                     Ok(()) => report.served += 1,
                     Err(error) => {
                         report.failed += 1;
@@ -109,18 +109,28 @@ impl Load {
     }
 }
 
-/// One connection that ends as most do: the server closes after its answer, then the client.
-fn exchange(source: SocketAddrV4, target: SocketAddrV4) -> Result<()> {
-    let limit = Duration::from_secs(60);
+/// One connection that ends as most do: the server closes after its answer, then the client. From a port
+/// that the kernel picks, unless `source` is given. In the namespace of the calling thread.
+///
+/// # Errors
+/// When a step of it fails or takes longer than `limit`; the message names the step.
+pub fn exchange(
+    source: Option<SocketAddrV4>,
+    target: SocketAddrV4,
+    path: &str,
+    limit: Duration,
+) -> Result<()> {
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None).context("socket")?;
-    socket.set_reuse_address(true)?;
-    socket.bind(&source.into()).context("bind")?;
+    if let Some(source) = source {
+        socket.set_reuse_address(true)?;
+        socket.bind(&source.into()).context("bind")?;
+    }
     socket.set_read_timeout(Some(limit))?;
     socket
         .connect_timeout(&target.into(), limit)
         .context("connect")?;
     (&socket)
-        .write_all(b"GET / HTTP/1.0\r\n\r\n")
+        .write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes())
         .context("send")?;
     let mut answer = Vec::new();
     (&socket).read_to_end(&mut answer).context("receive")?;

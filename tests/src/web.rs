@@ -16,7 +16,7 @@ use crate::process::Process;
 /// The API: every path answers with JSON that names the instance and the client.
 pub const API_PORT: u16 = 6385;
 /// The image server: `/images/common.img` on every instance, `/images/<instance>/boot.iso` on that
-/// one alone. `?rate=1m` paces the answer at the server, in bytes a second.
+/// one alone. `?rate=1m` paces the answer at the server, in bytes a second. The header `X-Instance` tells who answers.
 pub const IMAGE_PORT: u16 = 6180;
 /// JSON-RPC between conductors: never on the VIP.
 pub const RPC_PORT: u16 = 6189;
@@ -92,6 +92,7 @@ http {{
         listen {IMAGE_PORT} backlog=4096;
         listen [::]:{IMAGE_PORT} backlog=4096;
         root {directory}/root;
+        add_header X-Instance {instance};
         limit_rate $rate;
     }}
     server {{

@@ -6,12 +6,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use etherparse::{ArpEthIpv4Packet, ArpOperation, PacketBuilder, VlanId};
-use socket2::{Domain, Protocol, SockAddr, Socket, Type};
+use ironlb::packet::link_address;
+use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::namespace::Namespace;
 
-/// `ETH_P_ALL` in the byte order that a packet socket wants.
-const ALL_PROTOCOLS: u16 = (libc::ETH_P_ALL as u16).to_be();
+/// `ETH_P_ALL` of `linux/if_ether.h`.
+const ALL_PROTOCOLS: u16 = 3;
 
 /// A packet socket on one interface.
 #[derive(Debug)]
@@ -28,9 +29,9 @@ impl Wire {
     pub fn open(namespace: &Namespace, interface: &str) -> Result<Self> {
         let (index, mac) = namespace.interface(interface)?;
         let socket = namespace.enter(|| -> io::Result<Socket> {
-            let protocol = Protocol::from(i32::from(ALL_PROTOCOLS));
+            let protocol = Protocol::from(i32::from(ALL_PROTOCOLS.to_be()));
             let socket = Socket::new(Domain::PACKET, Type::RAW, Some(protocol))?;
-            socket.bind(&link_address(index)?)?;
+            socket.bind(&link_address(index, ALL_PROTOCOLS)?)?;
             Ok(socket)
         })?;
         let socket =
@@ -74,7 +75,13 @@ impl Wire {
                         return Ok(Some(found));
                     }
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                // With a time-out, a process that was stopped for a while gets the latter, signal handlers or not
+                // (signal(7)).
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                    ) => {}
                 Err(error) => return Err(error).context("cannot receive frames"),
             }
         }
@@ -93,16 +100,20 @@ impl Wire {
         limit: Duration,
     ) -> Result<Option<[u8; 6]>> {
         self.send(&arp_question(self.mac, own, address, vlan)?)?;
-        self.receive(limit, |frame| {
-            let packet = etherparse::SlicedPacket::from_ethernet(frame).ok()?;
-            let Some(etherparse::NetSlice::Arp(arp)) = packet.net else {
-                return None;
-            };
-            let arp = arp.to_packet().try_eth_ipv4().ok()?;
-            (arp.operation == ArpOperation::REPLY && arp.sender_ipv4 == address.octets())
-                .then_some(arp.sender_mac)
-        })
+        self.receive(limit, |frame| arp_answer(frame, address))
     }
+}
+
+/// The MAC that a frame claims for `address`, if it is an ARP answer about it to somebody who asked.
+pub(crate) fn arp_answer(frame: &[u8], address: Ipv4Addr) -> Option<[u8; 6]> {
+    let packet = etherparse::SlicedPacket::from_ethernet(frame).ok()?;
+    let Some(etherparse::NetSlice::Arp(arp)) = packet.net else {
+        return None;
+    };
+    let arp = arp.to_packet().try_eth_ipv4().ok()?;
+    // What tells of an address unasked names it at both ends.
+    let is_answer = arp.operation == ArpOperation::REPLY && arp.target_ipv4 != address.octets();
+    (is_answer && arp.sender_ipv4 == address.octets()).then_some(arp.sender_mac)
 }
 
 /// A broadcast frame with the question who has `address`.
@@ -132,26 +143,4 @@ pub fn arp_question(
             .write(&mut bytes)?,
     }
     Ok(bytes)
-}
-
-fn link_address(index: u32) -> io::Result<SockAddr> {
-    let address = libc::sockaddr_ll {
-        sll_family: libc::AF_PACKET as u16,
-        sll_protocol: ALL_PROTOCOLS,
-        sll_ifindex: index.cast_signed(),
-        sll_hatype: 0,
-        sll_pkttype: 0,
-        sll_halen: 0,
-        sll_addr: [0; 8],
-    };
-    // SAFETY: the storage is larger than and aligned for every socket address, and the length
-    // written is that of the one stored.
-    let ((), address) = unsafe {
-        SockAddr::try_init(|storage, length| {
-            storage.cast::<libc::sockaddr_ll>().write(address);
-            *length = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
-            Ok(())
-        })
-    }?;
-    Ok(address)
 }

@@ -1,4 +1,5 @@
-//! `cargo xtask bench`: what the data plane costs, by itself and next to plain routing and nftables.
+//! `cargo xtask bench`: what the data plane costs, by itself and next to plain routing and nftables; and what clients
+//! notice when nodes go.
 
 use std::path::PathBuf;
 
@@ -19,6 +20,10 @@ pub struct Options {
     /// Instead: how soon the maps follow Kubernetes, on a real cluster of two nodes.
     #[arg(long)]
     cluster: bool,
+    /// Instead: what clients notice of a failover between three nodes, next to MetalLB with kube-proxy, and what a
+    /// second node on the way costs.
+    #[arg(long, conflicts_with = "cluster")]
+    failover: bool,
 }
 
 /// Runs the bench, which is a binary of the laboratory's crate.
@@ -30,11 +35,15 @@ pub fn run(options: Options) -> Result<()> {
         json,
         quick,
         cluster,
+        failover,
     } = options;
     let mut arguments = Vec::new();
     if cluster {
         let image = image::build(Arch::own()?)?;
         arguments.extend(["--cluster".to_owned(), image.display().to_string()]);
+    }
+    if failover {
+        arguments.push("--failover".to_owned());
     }
     if let Some(file) = json {
         let file =

@@ -42,7 +42,7 @@ enum Command {
     Test(test::Options),
     /// Run what CI runs: formatting, lints, documentation, tests.
     Ci(ci::Options),
-    /// Measure the data plane: a packet by itself, and traffic next to plain routing and nftables.
+    /// Measure the data plane: a packet by itself, traffic next to plain routing and nftables, and failovers.
     Bench(bench::Options),
 }
 

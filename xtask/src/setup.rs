@@ -28,6 +28,11 @@ const PROGRAMS: &[(&str, &str, &str)] = &[
     ("ethtool", "ethtool", "offloads of the laboratory's links"),
     ("bpftool", "bpftool", "a look at maps and programs"),
     ("nginx", "nginx-light", "the pods' web servers"),
+    (
+        "keepalived",
+        "keepalived",
+        "a VIP that somebody else announces",
+    ),
     ("curl", "curl", "the bare-metal hosts"),
     (
         "nft",
@@ -35,6 +40,7 @@ const PROGRAMS: &[(&str, &str, &str)] = &[
         "foreign firewall rules, and the comparison with kube-proxy",
     ),
     ("iptables", "iptables", "foreign firewall rules"),
+    ("ping", "iputils-ping", "whether a VIP answers"),
     ("tcpdump", "tcpdump", "a look at the wire"),
     ("sysctl", "procps", "kernel settings of a namespace"),
 ];

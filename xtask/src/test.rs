@@ -21,6 +21,9 @@ pub struct Options {
     /// Run those on a real Kubernetes instead of the others; it is built from source at the first time.
     #[arg(long)]
     cluster: bool,
+    /// Run the soak instead, a quarter of an hour: agents that share VIPs fail again and again under downloads.
+    #[arg(long, conflicts_with_all = ["cluster", "filter"])]
+    soak: bool,
     /// Run only tests whose name contains this.
     filter: Option<String>,
 }
@@ -33,8 +36,22 @@ type Selection = (
 );
 const SUITES: &[Selection] = &[
     ("unit tests", &["--lib", "--bins"], &[]),
-    ("integration and scenario tests", &["--test", "*"], &[]),
+    (
+        "integration and scenario tests",
+        &["--test", "*"],
+        &["--skip", "fleet::"],
+    ),
+    (
+        "scenarios of several nodes",
+        &["--test", "scenarios"],
+        &["--test-threads=1", "fleet::"],
+    ),
     ("documentation tests", &["--doc"], &[]),
+];
+/// Those that a filter picks run together, wherever they are.
+const FILTERED_SUITES: &[Selection] = &[
+    ("unit tests", &["--lib", "--bins"], &[]),
+    ("integration and scenario tests", &["--test", "*"], &[]),
 ];
 /// The first one builds what the second one looks for.
 const CLUSTER_SUITES: &[Selection] = &[
@@ -46,14 +63,32 @@ const CLUSTER_SUITES: &[Selection] = &[
     ("Kubernetes as a source", &["--test", "kubernetes"], &[]),
 ];
 
+/// A tenth of it is among the scenarios. What it says on its way is shown.
+const SOAK_SUITES: &[Selection] = &[(
+    "soak",
+    &["--test", "scenarios"],
+    &["--ignored", "--nocapture", "fleet::soak::"],
+)];
+
 /// Runs the tests.
 ///
 /// # Errors
 /// When one fails; the last lines name those that did.
-pub fn run(Options { cluster, filter }: Options) -> Result<()> {
+pub fn run(
+    Options {
+        cluster,
+        soak,
+        filter,
+    }: Options,
+) -> Result<()> {
     if !cluster {
         setup::ensure_tests()?;
-        return suites(SUITES, filter, &[]);
+        let selections = match &filter {
+            _ if soak => SOAK_SUITES,
+            Some(_) => FILTERED_SUITES,
+            None => SUITES,
+        };
+        return suites(selections, filter, &[]);
     }
     setup::ensure()?;
     if let Err(missing) = setup::ensure_cluster() {

@@ -49,12 +49,15 @@ pub(super) struct Arguments {
     /// Take services from Kubernetes.
     #[arg(long, requires = "node_name")]
     kubernetes: bool,
-    /// This node's name in Kubernetes.
+    /// This node's name: in Kubernetes, and among its peers [default there: the host's name].
     #[arg(long, env = "NODE_NAME", value_name = "NAME")]
     node_name: Option<String>,
     /// Namespace of the agents in Kubernetes, for their Leases; that of the ServiceAccount by default.
     #[arg(long, env = "POD_NAMESPACE", value_name = "NAME")]
     namespace: Option<String>,
+    /// Folder in which an agent in Kubernetes remembers its peers and their key, for a start while the API is away.
+    #[arg(long, value_name = "FOLDER", default_value = "/run/ironlb")]
+    state_dir: PathBuf,
     /// Flows that last: room is taken at once, about 280 bytes each. Fixed when the maps are made.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_LIVING_FLOWS, value_parser = clap::value_parser!(u32).range(1..=16_777_216))]
     living_flows: u32,
@@ -157,6 +160,7 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
         kubernetes,
         node_name,
         namespace,
+        state_dir,
         living_flows,
         young_flows,
         detach_on_exit,
@@ -190,9 +194,14 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
     };
     agent::run(Options {
         config,
-        kubernetes: node_name
-            .filter(|_| kubernetes)
-            .map(|node| Kubernetes { node, namespace }),
+        node: node_name.unwrap_or_else(|| {
+            let uname = rustix::system::uname();
+            uname.nodename().to_string_lossy().into_owned()
+        }),
+        kubernetes: kubernetes.then_some(Kubernetes {
+            namespace,
+            state_dir,
+        }),
         dataplane: dataplane::Options {
             bpffs: bpffs.to_owned(),
             living_flows,

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use super::{Output, OutputArgument, bytes, count, emit, emit_json, table, unknown};
+use super::{Output, OutputArgument, bytes, count, emit, emit_json, or_dash, table, unknown};
 use crate::dataplane::read::{BackendView, Reader};
 
 /// Show the pods behind every VIP port, whether they take new flows, and their traffic.
@@ -42,7 +42,7 @@ pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCod
         Output::Table if missing.is_some() => {}
         Output::Table => emit(&table(
             &[
-                "INSTANCE", "POD", "STATE", "VIP", "SERVICE", "PORT", "FLOWS", "IN", "OUT",
+                "INSTANCE", "POD", "NODE", "STATE", "VIP", "SERVICE", "PORT", "FLOWS", "IN", "OUT",
             ],
             backends.iter().map(row),
         ))?,
@@ -50,7 +50,7 @@ pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCod
     missing.map_or(Ok(ExitCode::SUCCESS), Err)
 }
 
-fn row(backend: &BackendView) -> [String; 9] {
+fn row(backend: &BackendView) -> [String; 10] {
     let state = match backend.eligible {
         true => "ready",
         false => "not ready",
@@ -58,6 +58,7 @@ fn row(backend: &BackendView) -> [String; 9] {
     [
         backend.instance.clone(),
         format!("{}:{}", backend.address, backend.port),
+        or_dash(backend.node.as_ref()),
         match backend.host_network {
             true => format!("{state} (host network)"),
             false => state.to_owned(),

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::{FAILED, Output, OutputArgument, emit, emit_json};
 use crate::config::{self, ConfigError, Problem};
-use crate::plan::{self, Health};
+use crate::plan::{self, Health, Nodes};
 
 /// Check a configuration file without touching anything.
 ///
@@ -58,7 +58,8 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let mut brief = Vec::new();
     let (report, error) = match state {
         Ok(state) => {
-            let (tables, warnings) = plan::plan(&state, &Health::default());
+            let (tables, warnings) =
+                plan::plan(&state, &Health::default(), &Nodes::all_of(&state, ""));
             brief = plan::sentences(&warnings);
             let instance_ports = tables.ports.values().filter(|row| row.slot.is_some());
             let instance_ports = instance_ports.count();

@@ -180,7 +180,10 @@ fn row(flow: &FlowView) -> [String; 10] {
         ago(flow.idle_seconds),
         bytes(flow.bytes_in),
         flow.bytes_out.map_or_else(|| "-".to_owned(), bytes),
-        flow.interface.clone(),
+        match flow.handed_on {
+            true => format!("{} (handed on)", flow.interface),
+            false => flow.interface.clone(),
+        },
     ]
 }
 
@@ -208,6 +211,7 @@ mod tests {
             bytes_out: None,
             interface: "eth1".into(),
             last_hop: String::new(),
+            handed_on: false,
         };
         assert!(!is_expired(&flow(FlowState::Closing, 59.9)));
         assert!(is_expired(&flow(FlowState::Closing, 60.0)));

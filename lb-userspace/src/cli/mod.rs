@@ -5,6 +5,7 @@ mod backends;
 mod check;
 mod completions;
 mod counters;
+mod doctor;
 mod flows;
 mod instance_env;
 mod log_level;
@@ -45,6 +46,7 @@ Exit codes: 0 success, 1 error, 2 wrong usage, 3 nothing is loaded at that root.
 
 Examples:
   ironlb check lb.yaml                 is this file right? touches nothing
+  ironlb doctor --config lb.yaml       would this node serve it? what will bite?
   ironlb agent --config lb.yaml        serve it
   ironlb status                        what serves, and how packets end
   ironlb flows --client 172.22.0.101   which pod serves this host
@@ -67,6 +69,7 @@ enum Command {
     Backends(backends::Arguments),
     Flows(flows::Arguments),
     Counters(counters::Arguments),
+    Doctor(doctor::Arguments),
     Unload(unload::Arguments),
     InstanceEnv(instance_env::Arguments),
     LogLevel(log_level::Arguments),
@@ -107,6 +110,7 @@ pub fn main() -> ExitCode {
         Command::Backends(arguments) => backends::run(&arguments, &bpffs),
         Command::Flows(arguments) => flows::run(arguments, &bpffs),
         Command::Counters(arguments) => counters::run(&arguments, &bpffs),
+        Command::Doctor(arguments) => doctor::run(arguments, &bpffs),
         Command::Unload(arguments) => unload::run(&arguments, &bpffs),
         Command::InstanceEnv(arguments) => instance_env::run(&arguments),
         Command::LogLevel(arguments) => log_level::run(&arguments),

@@ -6,10 +6,10 @@ use std::process::ExitCode;
 use serde::Serialize;
 
 use super::flows::is_expired;
-use super::{Output, OutputArgument, ago, count, emit, emit_json, or_dash, table};
+use super::{Output, OutputArgument, ago, bytes, count, emit, emit_json, or_dash, table};
 use crate::dataplane::AttachedMode;
 use crate::dataplane::read::{
-    ControlView, FlowFilter, FlowState, Reader, UplinkView, VerdictView, VipView,
+    ControlView, FlowFilter, FlowState, PeerView, Reader, UplinkView, VerdictView, VipView,
 };
 
 /// Show what serves, whether the agent lives, and how packets ended.
@@ -33,6 +33,8 @@ struct Report {
     agent: ControlView,
     uplinks: Vec<UplinkView>,
     vips: Vec<VipView>,
+    /// The other nodes.
+    peers: Vec<PeerView>,
     flows: Flows,
     /// Those that happened.
     verdicts: Vec<VerdictView>,
@@ -64,6 +66,7 @@ pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCod
         agent: reader.control()?,
         uplinks: reader.uplinks()?,
         vips: reader.vips()?,
+        peers: reader.peers()?,
         flows,
         verdicts,
     };
@@ -79,13 +82,14 @@ fn describe(report: &Report) -> String {
         agent,
         uplinks,
         vips,
+        peers,
         flows,
         verdicts,
     } = report;
     let verdicts = verdicts
         .iter()
         .map(|verdict| [verdict.verdict.to_owned(), count(verdict.packets)]);
-    [
+    let mut parts = vec![
         describe_agent(agent, flows),
         table(
             &[
@@ -104,14 +108,52 @@ fn describe(report: &Report) -> String {
                 "VIP",
                 "UPLINK",
                 "ANNOUNCED",
+                "SINCE",
                 "REFUSAL",
                 "PASSED TO THE HOST",
             ],
             vips.iter().map(vip_row),
         ),
-        table(&["VERDICT", "PACKETS"], verdicts),
+    ];
+    if !peers.is_empty() {
+        parts.push(table(
+            &[
+                "NODE",
+                "AGENT",
+                "DATA PLANE",
+                "FLOWS KNOWN",
+                "SINCE",
+                "AT",
+                "HANDED ON",
+                "VERSION",
+            ],
+            peers.iter().map(peer_row),
+        ));
+    }
+    parts.push(table(&["VERDICT", "PACKETS"], verdicts));
+    parts.join("\n\n")
+}
+
+fn peer_row(peer: &PeerView) -> [String; 8] {
+    let links = peer.links.iter().map(|link| {
+        let addresses: Vec<_> = link.addresses.iter().map(ToString::to_string).collect();
+        format!("{} {} {}", link.interface, link.mac, addresses.join(" "))
+    });
+    let choose = |is: bool, yes: &str, no: &str| if is { yes } else { no }.to_owned();
+    [
+        peer.node.clone(),
+        choose(peer.live, "heard", "silent"),
+        choose(peer.reflecting, "takes flows", "no new flows"),
+        choose(peer.synced, "yes", "no"),
+        or_dash(peer.since_seconds.map(ago)),
+        links.collect::<Vec<_>>().join(", "),
+        format!(
+            "{}, {} flows",
+            bytes(peer.handed_on_bytes),
+            count(peer.handed_on_flows)
+        ),
+        peer.version.clone(),
     ]
-    .join("\n\n")
 }
 
 fn describe_agent(agent: &ControlView, flows: &Flows) -> String {
@@ -158,7 +200,13 @@ fn uplink_row(uplink: &UplinkView) -> [String; 7] {
         .to_owned(),
         uplink.mac.clone(),
         or_dash(uplink.vlan),
-        or_dash(uplink.gateway),
+        match &uplink.gateways[..] {
+            [] => "-".to_owned(),
+            gateways => {
+                let gateways: Vec<_> = gateways.iter().map(ToString::to_string).collect();
+                gateways.join(" ")
+            }
+        },
         match uplink.bypass_drop {
             true => "dropped",
             false => "allowed",
@@ -168,16 +216,28 @@ fn uplink_row(uplink: &UplinkView) -> [String; 7] {
     ]
 }
 
-fn vip_row(vip: &VipView) -> [String; 5] {
+fn vip_row(vip: &VipView) -> [String; 6] {
+    let announcer = vip.announcer.as_ref();
+    let mut announced = match (vip.external, vip.answering) {
+        (true, _) => "by others".to_owned(),
+        (false, true) => "here".to_owned(),
+        (false, false) => match announcer.and_then(|announcer| announcer.node.as_ref()) {
+            Some(node) => format!("by {node}"),
+            None => "no".to_owned(),
+        },
+    };
+    if let Some(conflict) = announcer.and_then(|announcer| announcer.conflict.as_ref()) {
+        announced.push_str(&format!(" ({conflict})"));
+    }
     [
         vip.address.to_string(),
         vip.interface.clone(),
-        match (vip.external, vip.answering) {
-            (true, _) => "by others",
-            (false, true) => "here",
-            (false, false) => "no",
-        }
-        .to_owned(),
+        announced,
+        or_dash(
+            announcer
+                .and_then(|announcer| announcer.since_seconds)
+                .map(ago),
+        ),
         vip.refuse.clone(),
         match &vip.pass[..] {
             [] => "-".to_owned(),

@@ -16,6 +16,7 @@ use std::io::{self, Read as _};
 use std::net::IpAddr;
 use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use std::{fmt, fs};
 
 use rustix::fs::OFlags;
@@ -159,6 +160,10 @@ pub struct ClusterConfig {
     pub default_class: bool,
     /// Use endpoints that no pod stands behind, too: a hand-made slice can aim a VIP anywhere.
     pub endpoints_without_pods: bool,
+    /// Time between two heartbeats of the agents.
+    pub heartbeat_interval: Duration,
+    /// UDP and TCP port of the agents among themselves.
+    pub peer_port: u16,
 }
 
 /// Who may use a VIP.

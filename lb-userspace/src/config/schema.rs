@@ -80,16 +80,16 @@ pub(super) struct Peers {
     #[serde(default)]
     pub key: Option<PeerKey>,
     #[serde(default)]
-    pub nodes: Option<Vec<Text>>,
+    pub nodes: Option<Spanned<Vec<Text>>>,
+    #[serde(default)]
+    pub interval: Option<Text>,
+    #[serde(default)]
+    pub port: Option<Number>,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct PeerKey {
-    #[expect(
-        dead_code,
-        reason = "known here so that the message can be about peers, not about an unknown key"
-    )]
     pub file: Text,
 }
 
@@ -135,6 +135,8 @@ pub(super) struct Backend {
     #[serde(default)]
     pub slot: Option<Number>,
     pub address: Text,
+    #[serde(default)]
+    pub node: Option<Text>,
     #[serde(default)]
     pub ready: Option<bool>,
 }

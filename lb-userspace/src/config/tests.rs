@@ -55,7 +55,7 @@ fn every_key_of_the_format_arrives_in_the_desired_state() {
             selector: UplinkSelector::Subnet(ip("172.22.0.0"), 24),
             mode: Mode::Native,
             vlan: Some(7),
-            gateway: Some(ip("172.22.0.1")),
+            gateways: vec![ip("172.22.0.1")],
             bypass: Bypass::Drop,
             bypass_udp: vec![53],
         }]
@@ -67,18 +67,21 @@ fn every_key_of_the_format_arrives_in_the_desired_state() {
             VipSpec {
                 address: ip("172.22.0.2"),
                 announce: Announce::External,
+                candidate: true,
                 refuse: Refuse::Drop,
                 pass: vec![pass(17, 69), pass(1, 0)],
             },
             VipSpec {
                 address: ip("172.22.0.3"),
                 announce: Announce::Always,
+                candidate: true,
                 refuse: Refuse::Reject,
                 pass: vec![],
             },
             VipSpec {
                 address: ip("172.22.0.4"),
                 announce: Announce::Always,
+                candidate: true,
                 refuse: Refuse::Reject,
                 pass: vec![],
             },
@@ -88,6 +91,7 @@ fn every_key_of_the_format_arrives_in_the_desired_state() {
         instance: instance.into(),
         slot: Some(slot),
         address: ip(address),
+        node: None,
         uid: String::new(),
         ready,
         draining: false,
@@ -121,7 +125,7 @@ fn every_key_of_the_format_arrives_in_the_desired_state() {
             client_affinity: true,
             health: Some(HealthSpec {
                 tcp: 6385,
-                interval: std::time::Duration::from_millis(250),
+                interval: Duration::from_millis(250),
                 fail: 5
             }),
             backends: vec![
@@ -136,7 +140,8 @@ fn every_key_of_the_format_arrives_in_the_desired_state() {
 
 #[test]
 fn what_is_left_out_has_the_documented_defaults() {
-    let text = "apiVersion: ironlb.dev/v1\nuplinks: [{name: 'enp*f1'}, {mac: 52:54:00:12:34:5f}]\npeers: {}\n";
+    let text = "apiVersion: ironlb.dev/v1\nuplinks: [{name: 'enp*f1'}, {mac: 52:54:00:12:34:5f}]\n\
+                vips: [{address: 172.22.0.2}]\npeers: {key: {file: /etc/ironlb/key}, nodes: [172.22.0.11]}\n";
     let state = parse(Path::new("lb.yaml"), text).expect("a good file");
     let [by_name, by_mac] = &state.uplinks[..] else {
         panic!("two uplinks, got {:?}", state.uplinks);
@@ -148,7 +153,21 @@ fn what_is_left_out_has_the_documented_defaults() {
     );
     assert_eq!((by_name.mode, by_name.bypass), (Mode::Auto, Bypass::Auto));
     assert_eq!(by_name.bypass_udp, [53, 123, 623]);
-    assert_eq!((by_name.vlan, by_name.gateway), (None, None));
+    assert_eq!((by_name.vlan, &by_name.gateways[..]), (None, &[][..]));
+    let peers = state.peers.expect("peers");
+    assert_eq!(
+        (peers.interval, peers.port),
+        (Duration::from_millis(300), 9470)
+    );
+    assert_eq!(
+        state.vips[0].announce,
+        Announce::Elect,
+        "whoever has peers wants one of them to answer"
+    );
+    let alone = text.split("peers").next().expect("some");
+    let state = parse(Path::new("lb.yaml"), alone).expect("a good file");
+    assert_eq!(state.peers, None);
+    assert_eq!(state.vips[0].announce, Announce::Always);
 }
 
 #[test]
@@ -289,17 +308,17 @@ fn each_mistake_is_one_message_with_its_place() {
         (
             "announce: external",
             "announce: elect",
-            "5:37: vips[0].announce: `elect` needs peers",
+            "5:37: vips[0].announce: `elect` needs `peers` to elect among",
         ),
         (
             "announce: external",
             "announce: allways",
-            "5:37: vips[0].announce: `allways` is not one of `always`, `external`",
+            "5:37: vips[0].announce: `allways` is not one of `always`, `external`, `elect`",
         ),
         (
             "nodes: null",
             "nodes: [a]",
-            "5:54: vips[0].nodes: nodes can only be chosen among peers",
+            "5:54: vips[0].nodes: nodes have names in Kubernetes only",
         ),
         (
             "refuse: drop",
@@ -338,8 +357,13 @@ fn each_mistake_is_one_message_with_its_place() {
         ),
         (
             "address: 172.22.0.4",
-            "address: fd00::2",
-            "7:15: vips[2].address: IPv6 is not served yet: fd00::2",
+            "address: fe80::2",
+            "7:15: vips[2].address: fe80::2 is not a unicast address",
+        ),
+        (
+            "address: 172.22.0.4",
+            "address: ::ffff:172.22.0.4",
+            "7:15: vips[2].address: ::ffff:172.22.0.4 is not a unicast address",
         ),
         (
             "address: 172.22.0.4",
@@ -354,7 +378,7 @@ fn each_mistake_is_one_message_with_its_place() {
         (
             "services:",
             "peers: {nodes: [172.22.0.11]}\nservices:",
-            "8:8: peers: peers are not supported yet",
+            "8:8: peers.key: peers trust each other by a key that all of them have",
         ),
         (
             "name: other",
@@ -459,7 +483,12 @@ fn each_mistake_is_one_message_with_its_place() {
         (
             "10.244.0.12",
             "fd00::12",
-            "17:49: services[0].backends[1].address: IPv6 is not served yet",
+            "17:49: services[0].backends[1].address: fd00::12: the service has no VIP of IPv6",
+        ),
+        (
+            "10.244.0.12",
+            "\"10.244.0.12, 10.244.0.13\"",
+            "17:49: services[0].backends[1].address: 10.244.0.12 and 10.244.0.13: one address of IPv4",
         ),
         // Addresses that no host has.
         (
@@ -854,13 +883,13 @@ fn a_cluster_s_file_that_would_let_anybody_or_nobody_serve_is_refused() {
             "4:57: vips[0].namespaces[0]: empty",
         ),
         (
-            ", nodes: [node-a]",
-            "",
+            "172.22.0.2, nodes: [node-a]",
+            "172.22.0.2, announce: always",
             "4:15: vips[0].nodes: `announce: always` makes every node answer for the VIP; name exactly one in `nodes`",
         ),
         (
             "[node-a]",
-            "[node-a, node-b]",
+            "[node-a, node-b], announce: always",
             "4:34: vips[0].nodes: `announce: always` makes every node answer",
         ),
         (
@@ -892,4 +921,50 @@ fn a_cluster_s_file_that_would_let_anybody_or_nobody_serve_is_refused() {
             "{expected}: {found:?}"
         );
     }
+}
+
+#[test]
+fn a_service_of_both_versions_is_one_for_each_vip_with_the_backends_of_its_version() {
+    let text = r#"
+apiVersion: ironlb.dev/v1
+uplinks: [{subnet: 172.22.0.0/24, gateway: "172.22.0.1, fe80::1"}]
+vips: [{address: 172.22.0.2}, {address: "fd00:22::2"}]
+services:
+  - name: ironic
+    vip: 172.22.0.2, fd00:22::2
+    ports: [{name: api, port: 6385}]
+    instance_ports: {api: 6200-6231}
+    backends:
+      - {instance: ironic-0, slot: 0, address: "10.244.0.11, fd00:244::11"}
+      - {instance: ironic-1, slot: 1, address: 10.244.0.12}
+"#;
+    let state = parse(Path::new("lb.yaml"), text).expect("a good file");
+    assert_eq!(state.uplinks[0].gateways, [ip("172.22.0.1"), ip("fe80::1")]);
+    let services: Vec<_> = state
+        .services
+        .iter()
+        .map(|service| {
+            let backends = service.backends.iter();
+            let backends: Vec<_> = backends
+                .map(|backend| (&*backend.instance, backend.slot, backend.address))
+                .collect();
+            (service.vip, backends)
+        })
+        .collect();
+    assert_eq!(
+        services,
+        [
+            (
+                ip("172.22.0.2"),
+                vec![
+                    ("ironic-0", Some(0), ip("10.244.0.11")),
+                    ("ironic-1", Some(1), ip("10.244.0.12"))
+                ]
+            ),
+            (
+                ip("fd00:22::2"),
+                vec![("ironic-0", Some(0), ip("fd00:244::11"))]
+            ),
+        ]
+    );
 }

@@ -14,10 +14,10 @@ use serde_saphyr::{Location, Spanned};
 use super::schema::{self, Number, Text};
 use super::{API_VERSION, ClusterConfig, Namespaces, Problem, VipPolicy, is_shown};
 use crate::desired::{
-    Announce, BackendSpec, Bypass, DesiredState, HealthSpec, InstancePorts, Mode, PassSpec,
-    PortSpec, Refuse, ServiceSpec, UplinkSelector, UplinkSpec, VipSpec,
+    Announce, BackendSpec, Bypass, DesiredState, HealthSpec, InstancePorts, KeySpec, Mode,
+    PassSpec, PeersSpec, PortSpec, Refuse, ServiceSpec, UplinkSelector, UplinkSpec, VipSpec,
 };
-use crate::plan::{self, Health, Warning};
+use crate::plan::{self, Health, Nodes, Warning};
 
 /// UDP answers that reach pods although direct connections are dropped: DNS, NTP, IPMI.
 const BYPASS_UDP: [u16; 3] = [53, 123, 623];
@@ -25,6 +25,12 @@ const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
 const HEALTH_INTERVALS: std::ops::RangeInclusive<Duration> =
     Duration::from_millis(100)..=Duration::from_secs(3600);
 const HEALTH_FAIL: u32 = 3;
+/// Between two heartbeats: three missed and a new election are over in a second.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(300);
+const HEARTBEAT_INTERVALS: std::ops::RangeInclusive<Duration> =
+    Duration::from_millis(50)..=Duration::from_secs(10);
+/// Beside 9469, where metrics and probes are.
+const PEER_PORT: u16 = 9470;
 /// Bytes of an interface's name at most (`IFNAMSIZ` without the zero).
 const INTERFACE_NAME: usize = 15;
 /// Names that stand for IP protocol numbers in `pass` (IANA's keywords).
@@ -49,15 +55,19 @@ const SCTP: u8 = 132;
 
 /// The desired state, or every mistake in the order of the file.
 pub(super) fn check(file: &schema::File) -> Result<DesiredState, Vec<Problem>> {
-    let mut checker = Checker::default();
-    let state = checker.file(file);
+    let mut checker = Checker {
+        has_peers: file.peers.is_some(),
+        ..Checker::default()
+    };
+    let mut state = checker.file(file);
+    state.peers = checker.peers(file.peers.as_ref());
     for (at, vip) in file.vips.iter().enumerate() {
         if let Some(nodes) = &vip.nodes {
             checker.complain(
                 nodes.referenced,
                 format!("vips[{at}].nodes"),
-                "nodes can only be chosen among peers, which this version does not have; \
-                 leave it out and give the VIP to one node's file",
+                "nodes have names in Kubernetes only; a VIP that a node is not to announce is \
+                 `announce: external` in that node's file",
             );
         }
     }
@@ -67,7 +77,10 @@ pub(super) fn check(file: &schema::File) -> Result<DesiredState, Vec<Problem>> {
 
 /// What a file says to an agent of a cluster, or every mistake in the order of the file.
 pub(super) fn check_cluster(file: &schema::File) -> Result<ClusterConfig, Vec<Problem>> {
-    let mut checker = Checker::default();
+    let mut checker = Checker {
+        in_cluster: true,
+        ..Checker::default()
+    };
     let state = checker.file(file);
     if let Some(service) = file.services.first() {
         checker.complain(
@@ -83,6 +96,16 @@ pub(super) fn check_cluster(file: &schema::File) -> Result<ClusterConfig, Vec<Pr
             policies.insert(address, policy);
         }
     }
+    if let Some(peers) = &file.peers
+        && (peers.value.key.is_some() || peers.value.nodes.is_some())
+    {
+        checker.complain(
+            peers.referenced,
+            "peers",
+            "agents find each other and their key in Kubernetes; only `interval` and `port` are said here",
+        );
+    }
+    let (heartbeat_interval, peer_port) = checker.heartbeats(file.peers.as_ref());
     let schema::Kubernetes {
         default_class,
         endpoints_without_pods,
@@ -92,11 +115,17 @@ pub(super) fn check_cluster(file: &schema::File) -> Result<ClusterConfig, Vec<Pr
         policies,
         default_class,
         endpoints_without_pods,
+        heartbeat_interval,
+        peer_port,
     })
 }
 
 #[derive(Default)]
 struct Checker {
+    /// The file is an agent's that has services, peers and their key from Kubernetes.
+    in_cluster: bool,
+    /// It names peers.
+    has_peers: bool,
     problems: Vec<Problem>,
     /// VIPs of the file and where they are.
     vips: HashMap<IpAddr, Location>,
@@ -124,7 +153,7 @@ impl Checker {
             api_version,
             uplinks,
             vips,
-            peers,
+            peers: _,
             kubernetes: _,
             services,
         } = file;
@@ -141,10 +170,8 @@ impl Checker {
         let state = DesiredState {
             uplinks: self.uplinks(uplinks),
             vips: self.vips(vips),
-            services: {
-                self.peers(peers.as_ref());
-                self.services(services)
-            },
+            services: self.services(services),
+            peers: None,
         };
         self.vips_against_uplinks(vips, &state.uplinks);
         self.gateways(&uplinks.value, &state.uplinks);
@@ -167,7 +194,7 @@ impl Checker {
         if !self.problems.is_empty() {
             return;
         }
-        let (_, warnings) = plan::plan(state, &Health::default());
+        let (_, warnings) = plan::plan(state, &Health::default(), &Nodes::all_of(state, ""));
         let left_out: Vec<_> = warnings
             .iter()
             .filter_map(|warning| match warning {
@@ -222,13 +249,13 @@ impl Checker {
                 "a VIP without nodes is served nowhere; name at least one, or leave it out for all",
             );
         }
-        let is_external = raw.announce.as_ref().is_some_and(|a| a.value == "external");
-        if !is_external && nodes.as_ref().is_none_or(|nodes| nodes.len() > 1) {
+        let is_always = raw.announce.as_ref().is_some_and(|a| a.value == "always");
+        if is_always && nodes.as_ref().is_none_or(|nodes| nodes.len() > 1) {
             self.complain(
                 raw.nodes.as_ref().map_or(at, |nodes| nodes.referenced),
                 format!("{path}.nodes"),
                 "`announce: always` makes every node answer for the VIP; \
-                 name exactly one in `nodes`, or use `announce: external`",
+                 name exactly one in `nodes`, or use `announce: elect`",
             );
         }
         VipPolicy {
@@ -296,16 +323,20 @@ impl Checker {
                 None
             }
         };
-        let gateway = gateway.as_ref().and_then(|gateway| {
+        let gateways = gateway.as_ref().map_or_else(Vec::new, |gateway| {
             let path = format!("{path}.gateway");
-            let address = self.address(&path, gateway)?;
-            if let Some(UplinkSelector::Subnet(net, length)) = selector
-                && !contains(net, length, address)
-            {
-                let message = format!("{address} is not in the uplink's subnet {net}/{length}");
-                self.complain(gateway.referenced, path, message);
+            let addresses = self.addresses(&path, gateway, Scope::Link);
+            for address in &addresses {
+                if let Some(UplinkSelector::Subnet(net, length)) = selector
+                    && net.is_ipv4() == address.is_ipv4()
+                    && !is_link_local(*address)
+                    && !contains(net, length, *address)
+                {
+                    let message = format!("{address} is not in the uplink's subnet {net}/{length}");
+                    self.complain(gateway.referenced, &path, message);
+                }
             }
-            Some(address)
+            addresses
         });
         let vlan = vlan.as_ref().and_then(|vlan| {
             let path = format!("{path}.vlan");
@@ -337,7 +368,7 @@ impl Checker {
             selector: selector?,
             mode,
             vlan,
-            gateway,
+            gateways,
             bypass,
             bypass_udp,
         })
@@ -349,9 +380,6 @@ impl Checker {
             self.complain(raw.referenced, path, message);
             return None;
         };
-        if !self.served(path, raw, net.addr()) {
-            return None;
-        }
         if net.prefix_len() > 0 && !is_unicast(net.addr()) {
             let message = format!("{net} is not a subnet of unicast addresses");
             self.complain(raw.referenced, path, message);
@@ -446,25 +474,26 @@ impl Checker {
             &[("reject", Refuse::Reject), ("drop", Refuse::Drop)],
         );
         let announce_path = format!("{path}.announce");
-        let announce = match announce {
-            Some(text) if text.value == "elect" => {
-                self.complain(
-                    text.referenced,
-                    announce_path,
-                    "`elect` needs peers to elect among, which this version does not have; \
-                     use `always` on exactly one node, or `external`",
-                );
-                Announce::Always
-            }
-            text => self.one_of(
+        if let Some(text) = announce.as_ref().filter(|text| text.value == "elect")
+            && !self.in_cluster
+            && !self.has_peers
+        {
+            self.complain(
+                text.referenced,
                 &announce_path,
-                text.as_ref(),
-                &[
-                    ("always", Announce::Always),
-                    ("external", Announce::External),
-                ],
-            ),
-        };
+                "`elect` needs `peers` to elect among; a node alone announces its VIPs with `always`",
+            );
+        }
+        // Whoever has peers and does not say otherwise wants exactly one of them to answer.
+        let mut kinds = [
+            ("always", Announce::Always),
+            ("external", Announce::External),
+            ("elect", Announce::Elect),
+        ];
+        if self.in_cluster || self.has_peers {
+            kinds.rotate_right(1);
+        }
+        let announce = self.one_of(&announce_path, announce.as_ref(), &kinds);
         let address_path = format!("{path}.address");
         let ip = self.address(&address_path, address);
         if let Some(ip) = ip {
@@ -481,6 +510,7 @@ impl Checker {
         Some(VipSpec {
             address: ip?,
             announce,
+            candidate: true,
             refuse,
             pass,
         })
@@ -514,16 +544,67 @@ impl Checker {
         list
     }
 
-    fn peers(&mut self, raw: Option<&Spanned<schema::Peers>>) {
-        let Some(peers) = raw else { return };
-        let schema::Peers { key, nodes } = &peers.value;
-        if key.is_some() || nodes.as_ref().is_some_and(|nodes| !nodes.is_empty()) {
+    fn peers(&mut self, raw: Option<&Spanned<schema::Peers>>) -> Option<PeersSpec> {
+        let raw = raw?;
+        let schema::Peers { key, nodes, .. } = &raw.value;
+        let (interval, port) = self.heartbeats(Some(raw));
+        if key.is_none() {
             self.complain(
-                peers.referenced,
-                "peers",
-                "peers are not supported yet; remove the section",
+                raw.referenced,
+                "peers.key",
+                "peers trust each other by a key that all of them have, e.g. `key: {file: /etc/ironlb/key}`; \
+                 `head -c 32 /dev/urandom | base64` makes one",
             );
         }
+        if let Some(key) = key.as_ref().filter(|key| key.file.value.is_empty()) {
+            self.complain(key.file.referenced, "peers.key.file", "names no file");
+        }
+        if nodes.as_ref().is_none_or(|nodes| nodes.value.is_empty()) {
+            let message = "name the nodes by their own addresses in the VIPs' subnets, e.g. `nodes: [172.22.0.11, 172.22.0.12]`; \
+                 the list may be the same on all of them";
+            self.complain(raw.referenced, "peers.nodes", message);
+        }
+        let mut addresses = BTreeSet::new();
+        for (at, node) in nodes.iter().flat_map(|nodes| &nodes.value).enumerate() {
+            let path = format!("peers.nodes[{at}]");
+            let Some(address) = self.address(&path, node) else {
+                continue;
+            };
+            if self.vips.contains_key(&address) {
+                let message = format!("{address} is a VIP; a node has an address of its own");
+                self.complain(node.referenced, &path, message);
+            }
+            if !addresses.insert(address) {
+                self.complain(node.referenced, path, format!("{address} twice"));
+            }
+        }
+        Some(PeersSpec {
+            key: KeySpec::File(key.as_ref()?.file.value.clone().into()),
+            nodes: addresses,
+            interval,
+            port,
+        })
+    }
+
+    fn heartbeats(&mut self, raw: Option<&Spanned<schema::Peers>>) -> (Duration, u16) {
+        let raw = raw.map(|raw| &raw.value);
+        let mut interval = HEARTBEAT_INTERVAL;
+        if let Some(text) = raw.and_then(|raw| raw.interval.as_ref()) {
+            let parsed = humantime::parse_duration(&text.value).ok();
+            match parsed.filter(|interval| HEARTBEAT_INTERVALS.contains(interval)) {
+                Some(parsed) => interval = parsed,
+                None => {
+                    let message = format!(
+                        "`{}` is not a time between 50ms and 10s, such as 300ms",
+                        text.value
+                    );
+                    self.complain(text.referenced, "peers.interval", message);
+                }
+            }
+        }
+        let port = raw.and_then(|raw| raw.port.as_ref());
+        let port = port.and_then(|port| self.port("peers.port", port));
+        (interval, port.unwrap_or(PEER_PORT))
     }
 
     fn services(&mut self, raw: &[schema::Service]) -> Vec<ServiceSpec> {
@@ -542,7 +623,8 @@ impl Checker {
         services
     }
 
-    fn service(&mut self, path: &str, raw: &schema::Service) -> Option<ServiceSpec> {
+    /// A service as one for each of its VIPs, with the backends of that version.
+    fn service(&mut self, path: &str, raw: &schema::Service) -> Vec<ServiceSpec> {
         let schema::Service {
             name,
             vip,
@@ -553,12 +635,12 @@ impl Checker {
             backends,
         } = raw;
         let vip_path = format!("{path}.vip");
-        let address = self.address(&vip_path, vip);
-        if let Some(address) = address
-            && !self.vips.contains_key(&address)
-        {
-            let message = format!("{address} is not in `vips`; add it there");
-            self.complain(vip.referenced, vip_path, message);
+        let vips = self.addresses(&vip_path, vip, Scope::Any);
+        for address in &vips {
+            if !self.vips.contains_key(address) {
+                let message = format!("{address} is not in `vips`; add it there");
+                self.complain(vip.referenced, &vip_path, message);
+            }
         }
         let client_affinity = self.one_of(
             &format!("{path}.sessionAffinity"),
@@ -567,29 +649,30 @@ impl Checker {
         );
         let port_names: Vec<_> = ports.value.iter().map(|port| &*port.name.value).collect();
         let ranges = instance_ports.as_ref();
-        let ports = self.ports(path, &name.value, address, ports);
-        let ranges = self.ranges(path, &name.value, address, (&port_names, &ports), ranges);
+        let ports = self.ports(path, &name.value, &vips, ports);
+        let ranges = self.ranges(path, &name.value, &vips, (&port_names, &ports), ranges);
         let health = health
             .as_ref()
             .and_then(|health| self.health(&format!("{path}.health"), health));
-        let backends = self.backends(path, &ranges, backends);
-        Some(ServiceSpec {
+        let backends = self.backends(path, &vips, &ranges, backends);
+        let of = |vip: &IpAddr| ServiceSpec {
             precedence: 0,
             name: name.value.clone(),
-            vip: address?,
-            ports,
-            instance_ports: ranges,
+            vip: *vip,
+            ports: ports.clone(),
+            instance_ports: ranges.clone(),
             client_affinity,
             health,
-            backends,
-        })
+            backends: BackendSpec::behind(*vip, &backends),
+        };
+        vips.iter().map(of).collect()
     }
 
     fn ports(
         &mut self,
         path: &str,
         service: &str,
-        vip: Option<IpAddr>,
+        vips: &[IpAddr],
         raw: &Spanned<Vec<schema::Port>>,
     ) -> Vec<PortSpec> {
         if raw.value.is_empty() {
@@ -614,10 +697,10 @@ impl Checker {
             let (Some(number), Some(target_port)) = (number, target) else {
                 continue;
             };
-            if let Some(vip) = vip {
+            for vip in vips {
                 let who = format!("port `{}` of service `{service}`", name.value);
                 let path = format!("{path}.port");
-                self.claim(path, vip, (number, number), who, port.referenced);
+                self.claim(path, *vip, (number, number), who, port.referenced);
             }
             ports.push(PortSpec {
                 name: name.value.clone(),
@@ -632,7 +715,7 @@ impl Checker {
         &mut self,
         path: &str,
         service: &str,
-        vip: Option<IpAddr>,
+        vips: &[IpAddr],
         (port_names, ports): (&[&str], &[PortSpec]),
         raw: Option<&BTreeMap<String, Text>>,
     ) -> Vec<InstancePorts> {
@@ -654,9 +737,9 @@ impl Checker {
                 self.complain(range.referenced, path, message);
                 continue;
             };
-            if let Some(vip) = vip {
+            for vip in vips {
                 let who = format!("instance ports `{port_name}` of service `{service}`");
-                self.claim(path, vip, (base, last), who, range.referenced);
+                self.claim(path.clone(), *vip, (base, last), who, range.referenced);
             }
             // Without one there is a complaint about it already.
             let target = ports.iter().find(|port| port.name == *port_name);
@@ -706,6 +789,7 @@ impl Checker {
     fn backends(
         &mut self,
         path: &str,
+        vips: &[IpAddr],
         ranges: &[InstancePorts],
         raw: &[schema::Backend],
     ) -> Vec<BackendSpec> {
@@ -729,6 +813,7 @@ impl Checker {
                 instance,
                 slot,
                 address,
+                node,
                 ready,
             } = backend;
             let path = format!("{path}.backends[{at}]");
@@ -757,30 +842,51 @@ impl Checker {
                 }
                 Some(slot)
             });
-            let address_path = format!("{path}.address");
-            let Some(ip) = self.address(&address_path, address) else {
-                continue;
-            };
-            if let Some(other) = addresses.insert(ip, &instance.value) {
-                let message = format!("{ip} is already the address of instance `{other}`");
-                self.complain(address.referenced, address_path, message);
+            if let Some(node) = node {
+                let mistake = match node.value.parse::<IpAddr>() {
+                    Ok(_) => None,
+                    Err(_) => name_mistake(&node.value),
+                };
+                let path = format!("{path}.node");
+                if let Some(mistake) = mistake {
+                    self.complain(node.referenced, path, mistake);
+                } else if !self.has_peers {
+                    self.complain(
+                        node.referenced,
+                        path,
+                        "backends of other nodes need `peers`; leave `node` out for one of this node",
+                    );
+                }
             }
-            backends.push(BackendSpec {
-                instance: instance.value.clone(),
-                slot,
-                address: ip,
-                uid: String::new(),
-                ready: ready.unwrap_or(true),
-                draining: false,
-                ports: None,
-            });
+            let address_path = format!("{path}.address");
+            for ip in self.addresses(&address_path, address, Scope::Any) {
+                if let Some(other) = addresses.insert(ip, &instance.value) {
+                    let message = format!("{ip} is already the address of instance `{other}`");
+                    self.complain(address.referenced, &address_path, message);
+                }
+                let serves = |vip: &IpAddr| vip.is_ipv4() == ip.is_ipv4();
+                if !vips.is_empty() && !vips.iter().any(serves) {
+                    let message = format!("{ip}: the service has no VIP of {}", version(ip));
+                    self.complain(address.referenced, &address_path, message);
+                }
+                backends.push(BackendSpec {
+                    instance: instance.value.clone(),
+                    slot,
+                    address: ip,
+                    node: node.as_ref().map(|node| node.value.clone()),
+                    uid: String::new(),
+                    ready: ready.unwrap_or(true),
+                    draining: false,
+                    ports: None,
+                });
+            }
         }
         backends
     }
 
     /// Every VIP is a host in an uplink's subnet; not to be told where an uplink is found by name or MAC.
     fn vips_against_uplinks(&mut self, raw: &[schema::Vip], uplinks: &[UplinkSpec]) {
-        let all_known = subnets(uplinks).count() == uplinks.len() && !uplinks.is_empty();
+        let all_known = subnets(uplinks).count() == uplinks.len();
         for (at, vip) in raw.iter().enumerate() {
             let Ok(ip) = vip.address.value.parse() else {
                 continue;
@@ -789,7 +895,11 @@ impl Checker {
                 continue;
             }
             let place = || format!("vips[{at}].address");
-            if all_known && !subnets(uplinks).any(|(net, length)| contains(net, length, ip)) {
+            // Where the other version's is named, an uplink's own addresses tell.
+            let own = subnets(uplinks).filter(|(net, _)| net.is_ipv4() == ip.is_ipv4());
+            let own: Vec<_> = own.collect();
+            let is_in = |(net, length): &(IpAddr, u8)| contains(*net, *length, ip);
+            if all_known && !own.is_empty() && !own.iter().any(is_in) {
                 let message = format!("{ip} is in no uplink's subnet");
                 self.complain(vip.address.referenced, place(), message);
             }
@@ -802,23 +912,23 @@ impl Checker {
             let Some(gateway) = &uplink.value.gateway else {
                 continue;
             };
-            let Ok(ip) = gateway.value.parse::<IpAddr>() else {
-                continue;
-            };
-            let path = format!("uplinks[{at}].gateway");
-            if let Some(vip) = self.vips.get(&ip) {
-                let line = vip.line();
-                let message = format!("{ip} is the VIP of line {line}; a gateway is another host");
-                self.complain(gateway.referenced, &path, message);
+            for ip in known(&gateway.value) {
+                let path = format!("uplinks[{at}].gateway");
+                if let Some(vip) = self.vips.get(&ip) {
+                    let line = vip.line();
+                    let message =
+                        format!("{ip} is the VIP of line {line}; a gateway is another host");
+                    self.complain(gateway.referenced, &path, message);
+                }
+                self.host(gateway.referenced, path, ip, uplinks);
             }
-            self.host(gateway.referenced, path, ip, uplinks);
         }
     }
 
     fn backends_against_uplinks(&mut self, raw: &[schema::Service], uplinks: &[UplinkSpec]) {
         for (service_at, service) in raw.iter().enumerate() {
             for (at, backend) in service.backends.iter().enumerate() {
-                if let Ok(ip) = backend.address.value.parse() {
+                for ip in known(&backend.address.value) {
                     let path = format!("services[{service_at}].backends[{at}].address");
                     self.host(backend.address.referenced, path, ip, uplinks);
                 }
@@ -841,10 +951,10 @@ impl Checker {
         for (service_at, service) in raw.iter().enumerate() {
             for (at, backend) in service.backends.iter().enumerate() {
                 let address = &backend.address;
-                let Ok(ip) = address.value.parse::<IpAddr>() else {
-                    continue;
-                };
-                if let Some(vip) = self.vips.get(&ip) {
+                for ip in known(&address.value) {
+                    let Some(vip) = self.vips.get(&ip) else {
+                        continue;
+                    };
                     let message = format!(
                         "{ip} is the VIP of line {}; a backend has an address of its own",
                         vip.line()
@@ -917,28 +1027,40 @@ impl Checker {
 
     /// A unicast address that can be served.
     fn address(&mut self, path: &str, raw: &Text) -> Option<IpAddr> {
-        let Ok(address) = raw.value.parse::<IpAddr>() else {
-            let message = format!("`{}` is not an IP address", raw.value);
+        self.one_address(path, raw, &raw.value, Scope::Any)
+    }
+
+    /// One address, or one of each version with a comma between.
+    fn addresses(&mut self, path: &str, raw: &Text, scope: Scope) -> Vec<IpAddr> {
+        let mut addresses: Vec<IpAddr> = Vec::new();
+        for text in parts(&raw.value) {
+            let Some(address) = self.one_address(path, raw, text, scope) else {
+                continue;
+            };
+            let same = |other: &&IpAddr| other.is_ipv4() == address.is_ipv4();
+            if let Some(other) = addresses.iter().find(same) {
+                let of = version(address);
+                let message = format!("{other} and {address}: one address of {of}");
+                self.complain(raw.referenced, path, message);
+                continue;
+            }
+            addresses.push(address);
+        }
+        addresses
+    }
+
+    fn one_address(&mut self, path: &str, raw: &Text, text: &str, scope: Scope) -> Option<IpAddr> {
+        let Ok(address) = text.parse::<IpAddr>() else {
+            let message = format!("`{text}` is not an IP address");
             self.complain(raw.referenced, path, message);
             return None;
         };
-        if !self.served(path, raw, address) {
-            return None;
-        }
-        if !is_unicast(address) {
+        if !is_unicast(address) || scope == Scope::Any && is_link_local(address) {
             let message = format!("{address} is not a unicast address that others can reach");
             self.complain(raw.referenced, path, message);
             return None;
         }
         Some(address)
-    }
-
-    fn served(&mut self, path: &str, raw: &Text, address: IpAddr) -> bool {
-        if address.is_ipv6() {
-            let message = format!("IPv6 is not served yet: {}", raw.value);
-            self.complain(raw.referenced, path, message);
-        }
-        address.is_ipv4()
     }
 
     fn port(&mut self, path: &str, raw: &Number) -> Option<u16> {
@@ -1060,8 +1182,41 @@ fn is_unicast(address: IpAddr) -> bool {
         // 0/8 is this network, 127/8 loopback, 224/4 multicast, 240/4 reserved: the data plane drops
         // packets from them.
         IpAddr::V4(v4) => !matches!(v4.octets()[0], 0 | 127 | 224..),
-        IpAddr::V6(v6) => !(v6.is_unspecified() || v6.is_loopback() || v6.is_multicast()),
+        // A mapped address is none on a wire.
+        IpAddr::V6(v6) => {
+            let is_mapped = v6.to_ipv4_mapped().is_some();
+            !(v6.is_unspecified() || v6.is_loopback() || v6.is_multicast() || is_mapped)
+        }
     }
+}
+
+/// Whether an address means nothing without an interface.
+fn is_link_local(address: IpAddr) -> bool {
+    matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local())
+}
+
+/// Where an address has to mean something.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Scope {
+    /// Everywhere.
+    Any,
+    /// On the uplink's link.
+    Link,
+}
+
+/// The texts of the addresses in one that may hold several.
+fn parts(text: &str) -> impl Iterator<Item = &str> {
+    text.split(',').map(str::trim)
+}
+
+/// The addresses in such a text; of what is none it has been complained.
+fn known(text: &str) -> impl Iterator<Item = IpAddr> {
+    parts(text).filter_map(|part| part.parse().ok())
+}
+
+/// The version of IP of an address, for people.
+fn version(address: IpAddr) -> &'static str {
+    if address.is_ipv4() { "IPv4" } else { "IPv6" }
 }
 
 /// What an address means in a subnet if it is no host's there.

@@ -27,9 +27,9 @@ use crate::desired::Mode;
 use crate::interfaces::{self, Interface};
 
 /// TCX (`bpf_link` for TC programs) came with Linux 6.6, commit e420bed02507.
-const TCX_SINCE: KernelVersion = KernelVersion::new(6, 6, 0);
+pub(crate) const TCX_SINCE: KernelVersion = KernelVersion::new(6, 6, 0);
 /// Multi-buffer XDP came with Linux 5.18, commit f45d5b6ce2e8.
-const FRAGS_SINCE: KernelVersion = KernelVersion::new(5, 18, 0);
+pub(crate) const FRAGS_SINCE: KernelVersion = KernelVersion::new(5, 18, 0);
 /// Where our clsact filter is: ahead of all that does not ask for the same.
 const CLSACT: (u16, TcHandle) = (1, TcHandle::new(0, 1));
 /// Slots as values that a loader can borrow.
@@ -234,6 +234,26 @@ fn has_tcx() -> bool {
     KernelVersion::current().is_ok_and(|version| version >= TCX_SINCE)
 }
 
+/// Why a device is served at TC although its driver has XDP. Local senders leave the checksum unfinished on these; XDP
+/// sees the packet before anybody completes it, and an incremental rewrite would spoil it.
+pub(crate) fn unfinished_sums(port: &Interface) -> Option<String> {
+    let kind = port.kind.as_deref()?;
+    let is_virtual = ["veth", "tun", "bridge"].contains(&kind);
+    is_virtual.then(|| format!("XDP on a {kind} device would see unfinished checksums"))
+}
+
+/// Ids and names of the TCX programs on the way in or out, first to last; none before Linux 6.6.
+pub(crate) fn programs_at_tc(
+    port: &Interface,
+    direction: TcAttachType,
+) -> Result<Vec<(u32, String)>, ProgramError> {
+    if has_tcx() {
+        tcx_programs(port, direction)
+    } else {
+        Ok(Vec::new())
+    }
+}
+
 /// The ladder: native where it serves rightly, else TC, with the reason.
 fn forward(
     pins: &Pins,
@@ -242,13 +262,9 @@ fn forward(
     wanted: Mode,
     attached: &mut Attached,
 ) -> Result<(), DataplaneError> {
-    let reason = match wanted {
-        Mode::Tc => None,
-        // Local senders leave the checksum unfinished on these; XDP sees the packet before anybody
-        // completes it, and an incremental rewrite would spoil it.
-        Mode::Auto if ["veth", "tun", "bridge"].iter().any(|kind| port.is(kind)) => {
-            let kind = port.kind.as_deref().unwrap_or_default();
-            let sums = format!("XDP on a {kind} device would see unfinished checksums");
+    let reason = match (wanted, unfinished_sums(port)) {
+        (Mode::Tc, _) => None,
+        (Mode::Auto, Some(sums)) => {
             let (_, foreign) = xdp_of_others(pins, port)?;
             Some(match foreign {
                 Some(foreign) => {
@@ -257,7 +273,7 @@ fn forward(
                 None => sums,
             })
         }
-        Mode::Auto | Mode::Native => match attach_xdp(pins, object, port)? {
+        (Mode::Auto | Mode::Native, _) => match attach_xdp(pins, object, port)? {
             Ok(new) => {
                 attached.add(Hook::Xdp, new);
                 attached.mode = AttachedMode::Native;
@@ -619,8 +635,8 @@ fn load_error(what: &'static str, error: &ProgramError) -> DataplaneError {
     }
 }
 
-/// A program by name and id, for people.
-fn program_name(id: u32) -> String {
+/// An XDP program by name and id, for people.
+pub(crate) fn program_name(id: u32) -> String {
     let mut all = loaded_programs().filter_map(Result::ok);
     let name = all
         .find(|program| program.id() == id)

@@ -6,8 +6,8 @@ use aya::maps::{Array, HashMap, Map, MapData, MapError, MapType, PerCpuArray, Pe
 use aya_obj::Object;
 use aya_obj::generated::bpf_map_type;
 use lb_common::{
-    Addr, Backend, BackendInfo, Control, Pod, PodPort, PortInfo, Service, ServiceKey, Traffic,
-    Uplink, Vip, map,
+    Addr, Backend, BackendInfo, Control, Peer, PeerInfo, PeerMac, Pod, PodPort, PortInfo, Service,
+    ServiceKey, Traffic, Uplink, Vip, map,
 };
 use tracing::warn;
 
@@ -147,6 +147,10 @@ pub(super) struct Maps {
     control: Array<MapData, Control>,
     port_stats: PerCpuArray<MapData, Traffic>,
     backend_stats: PerCpuArray<MapData, Traffic>,
+    peers: Array<MapData, Peer>,
+    peer_macs: HashMap<MapData, PeerMac, u32>,
+    peer_info: Array<MapData, PeerInfo>,
+    peer_stats: PerCpuArray<MapData, Traffic>,
 }
 
 impl Maps {
@@ -164,6 +168,10 @@ impl Maps {
             control: pinned(dir, map::CONTROL)?,
             port_stats: pinned(dir, map::PORT_STATS)?,
             backend_stats: pinned(dir, map::BACKEND_STATS)?,
+            peers: pinned(dir, map::PEERS)?,
+            peer_macs: pinned(dir, map::PEER_MACS)?,
+            peer_info: pinned(dir, map::PEER_INFO)?,
+            peer_stats: pinned(dir, map::PEER_STATS)?,
         })
     }
 
@@ -182,6 +190,9 @@ impl Maps {
                 .control
                 .get(&0, 0)
                 .map_err(|source| DataplaneError::map("read", map::CONTROL, source))?,
+            peers: array(&self.peers, map::PEERS)?,
+            peer_macs: hash(&self.peer_macs, map::PEER_MACS)?,
+            peer_info: array(&self.peer_info, map::PEER_INFO)?,
             version: 0,
         };
         let version = rows.services.values().map(|s| s.version).max().unwrap_or(0);
@@ -215,6 +226,13 @@ impl Maps {
             Write::RemoveService(key) => (map::SERVICES, self.services.remove(key)),
             Write::Vip(addr, row) => (map::VIPS, self.vips.insert(addr, **row, 0)),
             Write::RemoveVip(addr) => (map::VIPS, self.vips.remove(addr)),
+            Write::Peer(link, row) => (map::PEERS, self.peers.set(*link, **row, 0)),
+            Write::PeerMac(mac, number) => (map::PEER_MACS, self.peer_macs.insert(mac, number, 0)),
+            Write::RemovePeerMac(mac) => (map::PEER_MACS, self.peer_macs.remove(mac)),
+            Write::PeerInfo(number, row) => (map::PEER_INFO, self.peer_info.set(*number, **row, 0)),
+            Write::ResetPeerStats(number) => {
+                (map::PEER_STATS, reset(&mut self.peer_stats, *number as u16))
+            }
         };
         done.map_err(|source| DataplaneError::map("write", name, source))
     }

@@ -4,36 +4,42 @@
 //! restart finds flows, ids and attachments as they were.
 
 mod attach;
+mod endings;
 mod error;
 mod maps;
 mod pins;
 pub mod read;
 mod rows;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use aya::maps::MapData;
+use aya::maps::{Map, MapData, MapError};
 use aya::programs::TcAttachType;
 use lb_common::{
-    Addr, Control, MAX_BYPASS_UDP, MODE_NATIVE, MODE_NONE, MODE_TC, UPLINK_BYPASS_DROP,
-    UPLINK_FORWARD, UPLINK_TRANSMIT_BY_REDIRECT, Uplink, program, to_name,
+    Addr, BACKEND_ALIVE, Control, MAX_BYPASS_UDP, MODE_NATIVE, MODE_NONE, MODE_TC,
+    UPLINK_BYPASS_DROP, UPLINK_FORWARD, UPLINK_TRANSMIT_BY_REDIRECT, Uplink, program, to_name,
+    version,
 };
 use rustix::time::{ClockId, clock_getres, clock_gettime};
-use tracing::warn;
+use tracing::{info, warn};
 
 use crate::desired::{Announce, Bypass, UplinkSelector, UplinkSpec};
 use crate::interfaces::{self, Host, Interface, Place};
-use crate::tables::TableSet;
+use crate::peers::Link;
+use crate::tables::{PeerRow, TableSet};
 use attach::{Attacher, Loader, Target};
+use endings::Which;
 use maps::Maps;
 use pins::Pins;
 use rows::{Input, Leaving, NO_UPLINK, Rows, Write};
 
+pub(crate) use attach::{FRAGS_SINCE, TCX_SINCE, program_name, programs_at_tc, unfinished_sums};
 pub use error::DataplaneError;
+pub(crate) use pins::{check_bpffs, layouts, missing, owner};
 
 /// Where pins are unless somebody says otherwise.
 pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/ironlb";
@@ -133,6 +139,10 @@ pub struct AttachReport {
     pub attachments: Vec<Attachment>,
     /// One sentence for every uplink that no interface of this node matches now; the next call tries again.
     pub idle: Vec<String>,
+    /// Uplinks as peers are spoken with on them.
+    pub links: Vec<Link>,
+    /// Addresses of this node.
+    pub addresses: BTreeSet<IpAddr>,
 }
 
 /// What [`Dataplane::apply`] did.
@@ -311,7 +321,10 @@ impl Dataplane {
         let host = Host::read()?;
         check_vips(&host, tables)?;
         self.mend()?;
-        let mut report = AttachReport::default();
+        let mut report = AttachReport {
+            addresses: host.own(),
+            ..AttachReport::default()
+        };
         let mut failed = None;
         let mut wanted: BTreeMap<u32, Wanted<'_>> = BTreeMap::new();
         let mut want = |place: Place, spec| {
@@ -331,7 +344,7 @@ impl Dataplane {
             want(place, None);
         }
         let routed = match uplinks.iter().any(|spec| spec.bypass == Bypass::Auto) {
-            true => routed_devices(tables)?,
+            true => routed_devices(self.backends(tables))?,
             false => BTreeSet::new(),
         };
 
@@ -367,6 +380,22 @@ impl Dataplane {
             match one() {
                 Ok((slot, mode, note)) => {
                     if let Some(spec) = want.spec {
+                        let addresses = host.addresses.iter();
+                        let addresses = addresses.filter(|a| {
+                            // A link-local one means nothing without its interface.
+                            let is_local =
+                                matches!(a.address, IpAddr::V6(v6) if v6.is_unicast_link_local());
+                            a.index == want.place.device && !is_local
+                        });
+                        report.links.push(Link {
+                            uplink: slot,
+                            ifindex: want.port.index,
+                            device: want.place.device,
+                            mac: held.rows.uplinks[slot as usize].mac,
+                            vlan: spec.vlan,
+                            addresses: addresses.map(|a| (a.address, a.prefix)).collect(),
+                            carrier: want.port.running,
+                        });
                         served.push(Served {
                             slot,
                             device: want.place.device,
@@ -394,6 +423,16 @@ impl Dataplane {
         }
         self.remove_others(&keep)?;
         Ok(report)
+    }
+
+    /// Addresses of all backends. Before the first [`Self::apply`] those count that an earlier agent has left, too:
+    /// they are served.
+    fn backends(&self, tables: &TableSet) -> BTreeSet<IpAddr> {
+        let rows = tables.ports.values().flat_map(|port| &port.backends);
+        let held = self.held.rows.backends.iter();
+        let held = held.filter(|row| self.tables.is_none() && row.addr != Addr::UNSPECIFIED);
+        let held = held.map(|row| row.addr.into());
+        rows.map(|row| row.address).chain(held).collect()
     }
 
     /// Ends attachments to interfaces that no uplink means any more, and those whose interface is gone.
@@ -433,6 +472,26 @@ impl Dataplane {
         Ok(applied)
     }
 
+    /// The uplink slot of every VIP that has one.
+    pub fn placed(&self) -> BTreeMap<IpAddr, u32> {
+        let vips = self.held.rows.vips.iter();
+        vips.map(|(vip, row)| ((*vip).into(), row.uplink)).collect()
+    }
+
+    /// Peers as the maps remember them, by name.
+    pub fn peers(&self) -> BTreeMap<String, PeerRow> {
+        self.held.rows.named_peers()
+    }
+
+    /// Gives peers more time to tell which flows are theirs: see [`Control::settle_until`].
+    pub fn settle(&mut self) -> Result<(), DataplaneError> {
+        let control = Control {
+            settle_until: nanoseconds(boot_time() + rows::SETTLE),
+            ..self.held.rows.control
+        };
+        self.held.write(&Write::Control(Box::new(control)))
+    }
+
     /// Ends backends that left [`GONE_AFTER`] ago. To be called at least every other second after
     /// [`Self::apply`]; writes nothing when nothing is due.
     pub fn tick(&mut self) -> Result<Applied, DataplaneError> {
@@ -440,6 +499,13 @@ impl Dataplane {
         let due = self.leaving.values().any(|deadline| *deadline <= now);
         match self.tables.take() {
             Some(tables) if due => {
+                // While the pods are still known: what they send meanwhile is dropped by name.
+                let due = self
+                    .leaving
+                    .iter()
+                    .filter(|(_, deadline)| **deadline <= now);
+                let going: HashSet<u16> = due.map(|(index, _)| *index).collect();
+                self.end_flows(&going);
                 let applied = self.bring(&tables);
                 self.tables = Some(tables);
                 applied
@@ -461,14 +527,27 @@ impl Dataplane {
         let input = Input {
             tables,
             placement: &placement,
-            host: &host.addresses.iter().map(|a| a.address).collect(),
+            host: &host.own(),
             now: boot_time(),
         };
         let plan = rows::plan(&self.held.rows, &self.leaving, &input);
         // Deadlines run on even if a write fails and all is tried again.
         self.leaving = plan.leaving;
+        let backends = &self.held.rows.backends;
+        let ends = plan.writes.iter().any(|write| match write {
+            Write::Backend(index, row) => {
+                let was = &backends[usize::from(*index)];
+                was.flags & BACKEND_ALIVE != 0
+                    && (row.flags & BACKEND_ALIVE == 0 || row.generation != was.generation)
+            }
+            _ => false,
+        });
         for write in &plan.writes {
             self.held.write(write)?;
+        }
+        if ends {
+            // Those that another pod's address or a lack of room ends at once.
+            self.end_flows(&HashSet::new());
         }
         let unplaced = |vip: &&IpAddr| !placement.contains_key(vip);
         Ok(Applied {
@@ -477,6 +556,15 @@ impl Dataplane {
             notes: plan.notes,
             leaving: self.leaving.len(),
         })
+    }
+
+    /// Ends the flows of backends that are gone, and of these. Without it the programs refuse what clients send.
+    fn end_flows(&self, going: &HashSet<u16>) {
+        match endings::end(&self.options.bpffs, &Which::Gone(going)) {
+            Ok(0) => {}
+            Ok(count) => info!("{count} flows ended with their backends"),
+            Err(error) => warn!("cannot end the flows of backends that are gone: {error}"),
+        }
     }
 
     /// The uplink of every VIP that has one: the one whose subnet names it, else the one that is in its subnet.
@@ -536,32 +624,37 @@ pub fn unload(bpffs: &Path) -> Result<UnloadReport, DataplaneError> {
 
 /// An address of this node cannot be a VIP: the kernel would answer for it, and accept what we pass.
 fn check_vips(host: &Host, tables: &TableSet) -> Result<(), DataplaneError> {
-    for address in &host.addresses {
-        let vip = address.address;
-        let row = tables.vips.get(&vip);
-        if row.is_none_or(|row| row.announce == Announce::External) {
-            continue;
-        }
-        let Some(interface) = host.interfaces.get(&address.index) else {
-            continue;
-        };
-        // kube-proxy in IPVS mode keeps service addresses on a device of its own, and a whole-length
-        // address on `lo` is what `pass` needs.
-        let whole = if vip.is_ipv4() { 32 } else { 128 };
-        let is_harmless =
-            interface.name == "kube-ipvs0" || interface.loopback && address.prefix == whole;
-        if !is_harmless {
-            let interface = interface.name.clone();
-            return Err(DataplaneError::VipIsLocal { vip, interface });
+    let ours = tables.vips.iter();
+    for (vip, _) in ours.filter(|(_, row)| row.announce != Announce::External) {
+        if let Some(interface) = owner_of_vip(host, *vip) {
+            return Err(DataplaneError::VipIsLocal {
+                vip: *vip,
+                interface: interface.name.clone(),
+            });
         }
     }
     Ok(())
 }
 
+/// The device that has a VIP as its address, where that does harm. kube-proxy in IPVS mode keeps service addresses on a
+/// device of its own, and a whole-length address on `lo` is what `pass` needs.
+pub(crate) fn owner_of_vip(host: &Host, vip: IpAddr) -> Option<&Interface> {
+    let whole = if vip.is_ipv4() { 32 } else { 128 };
+    let addresses = host.addresses.iter().filter(|a| a.address == vip);
+    let mut owners = addresses.filter_map(|a| Some((host.interfaces.get(&a.index)?, a.prefix)));
+    let owner = owners.find(|(interface, prefix)| {
+        interface.name != "kube-ipvs0" && !(interface.loopback && *prefix == whole)
+    });
+    owner.map(|(interface, _)| interface)
+}
+
+/// Whether what is pinned below a root is what this version takes it for.
+pub(crate) fn check_pins(root: &Path) -> Result<(), DataplaneError> {
+    maps::check(&pins::layout_dir(root), &Options::default())
+}
+
 /// Devices that a route to a backend leaves by.
-fn routed_devices(tables: &TableSet) -> Result<BTreeSet<u32>, DataplaneError> {
-    let rows = tables.ports.values().flat_map(|port| &port.backends);
-    let addresses: BTreeSet<IpAddr> = rows.map(|row| row.address).collect();
+fn routed_devices(addresses: BTreeSet<IpAddr>) -> Result<BTreeSet<u32>, DataplaneError> {
     let mut devices = BTreeSet::new();
     for address in addresses {
         devices.extend(interfaces::route_to(address)?);
@@ -592,6 +685,7 @@ fn uplink_row(former: &Uplink, want: &Wanted<'_>, host: &Host, routed: &BTreeSet
         mac: mac.unwrap_or_default(),
         mode: former.mode,
         name: to_name(&want.port.name),
+        device: want.place.device,
         ..NO_UPLINK
     };
     let Some(spec) = want.spec else {
@@ -610,7 +704,24 @@ fn uplink_row(former: &Uplink, want: &Wanted<'_>, host: &Host, routed: &BTreeSet
         row.flags |= UPLINK_TRANSMIT_BY_REDIRECT;
     }
     row.vlan = spec.vlan.unwrap_or(0);
-    row.gateway = spec.gateway.map_or(Addr::UNSPECIFIED, Addr::from);
+    for gateway in &spec.gateways {
+        let gateway = Addr::from(*gateway);
+        row.gateways[version(&gateway)] = gateway;
+    }
+    let named = match spec.selector {
+        UplinkSelector::Subnet(network, length) => Some((network, length)),
+        _ => None,
+    };
+    // Of what is not said the first address tells.
+    for (network, length) in named.into_iter().chain(host.subnets(want.place.device)) {
+        let mapped = if network.is_ipv4() { 96 } else { 0 };
+        let network = Addr::from(network);
+        let version = version(&network);
+        if row.prefixes[version] == 0 {
+            row.networks[version] = network;
+            row.prefixes[version] = length + mapped;
+        }
+    }
     for (place, port) in row.bypass_udp[..MAX_BYPASS_UDP]
         .iter_mut()
         .zip(&spec.bypass_udp)
@@ -620,7 +731,8 @@ fn uplink_row(former: &Uplink, want: &Wanted<'_>, host: &Host, routed: &BTreeSet
     row
 }
 
-fn idle(selector: &UplinkSelector) -> String {
+/// That an uplink means no interface now.
+pub(crate) fn idle(selector: &UplinkSelector) -> String {
     match selector {
         UplinkSelector::Subnet(network, length) => {
             format!("no interface has an address in {network}/{length}")
@@ -632,8 +744,16 @@ fn idle(selector: &UplinkSelector) -> String {
     }
 }
 
+/// Opens a map that is pinned below a root.
+pub(crate) fn open_map<T>(root: &Path, name: &'static str) -> Result<T, DataplaneError>
+where
+    T: TryFrom<Map, Error = MapError>,
+{
+    maps::pinned(&pins::layout_dir(root), name)
+}
+
 /// `CLOCK_BOOTTIME`.
-fn boot_time() -> Duration {
+pub(crate) fn boot_time() -> Duration {
     let now = clock_gettime(ClockId::Boottime);
     Duration::new(
         now.tv_sec.try_into().unwrap_or(0),
@@ -641,7 +761,7 @@ fn boot_time() -> Duration {
     )
 }
 
-fn nanoseconds(time: Duration) -> u64 {
+pub(crate) fn nanoseconds(time: Duration) -> u64 {
     time.as_nanos().try_into().unwrap_or(u64::MAX)
 }
 

@@ -12,7 +12,9 @@ use std::path::{Path, PathBuf};
 use aya::programs::links::{FdLink, PinnedLink};
 use lb_common::{LAYOUT_VERSION, from_name, map};
 
-use super::{DataplaneError, Hook, UnloadReport, attach, maps};
+use tracing::debug;
+
+use super::{DataplaneError, Hook, UnloadReport, attach, endings, maps};
 
 /// `BPF_FS_MAGIC` of `linux/magic.h`.
 const BPF_FS_MAGIC: u32 = 0xcafe_4a11;
@@ -119,9 +121,27 @@ impl Pins {
 }
 
 fn is_layout(path: &Path) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str());
-    let version = name.and_then(|name| name.strip_prefix('v'));
-    version.is_some_and(|version| version.parse::<u32>().is_ok())
+    layout(path).is_some()
+}
+
+/// The version of the map layout that a directory is of.
+fn layout(path: &Path) -> Option<u32> {
+    path.file_name()?.to_str()?.strip_prefix('v')?.parse().ok()
+}
+
+/// Versions of the map layouts that something is pinned of below a root, in order.
+pub(crate) fn layouts(root: &Path) -> Result<Vec<u32>, DataplaneError> {
+    let all = entries(root)?;
+    let mut layouts: Vec<_> = all.iter().filter_map(|path| layout(path)).collect();
+    layouts.sort_unstable();
+    Ok(layouts)
+}
+
+/// Maps of this layout that have no pin.
+pub(crate) fn missing(root: &Path) -> Vec<&'static str> {
+    let dir = layout_dir(root);
+    let all = map::ALL.into_iter();
+    all.filter(|name| !dir.join(name).exists()).collect()
 }
 
 fn link_name(hook: Hook, ifindex: u32) -> String {
@@ -146,7 +166,7 @@ pub(super) fn links(dir: &Path) -> Result<Vec<(Hook, u32)>, DataplaneError> {
 }
 
 /// Process id of who has the lock, if somebody has it: `Some(None)` when it cannot be seen from here.
-pub(super) fn owner(root: &Path) -> Option<Option<u32>> {
+pub(crate) fn owner(root: &Path) -> Option<Option<u32>> {
     let inode = fs::metadata(root).ok()?;
     let device = inode.st_dev();
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
@@ -161,7 +181,8 @@ pub(super) fn owner(root: &Path) -> Option<Option<u32>> {
     Some(pid.filter(|pid| *pid != 0))
 }
 
-fn check_bpffs(root: &Path) -> Result<(), DataplaneError> {
+/// Whether a root is, or would be, on a bpffs.
+pub(crate) fn check_bpffs(root: &Path) -> Result<(), DataplaneError> {
     let existing = root.ancestors().find(|path| path.exists());
     let path = existing.unwrap_or(Path::new("/"));
     let kind = rustix::fs::statfs(path)
@@ -268,6 +289,10 @@ pub(super) fn remove_all(root: &Path, held: Option<Pins>) -> Result<UnloadReport
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         removed => removed.map_err(|error| DataplaneError::pins("remove", path, error)),
     };
+    // Whoever downloads learns that it is over. It is no reason to leave anything loaded if that fails.
+    if let Err(error) = endings::end_all(root) {
+        debug!(%error, "cannot tell clients that their flows end");
+    }
     let uplinks = maps::uplinks(root);
     attach::remove_filters(&uplinks);
     let name_of = |ifindex: u32| {

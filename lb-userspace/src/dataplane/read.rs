@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 use aya::maps::{Array, HashMap, MapData, MapError, PerCpuArray};
 use aya::programs::links::{FdLink, PinnedLink};
 use lb_common::{
-    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, BackendInfo, Control, FLOW_CLOSING,
-    FLOW_REFUSED, FORWARD, Flow, FlowKey, LAYOUT_VERSION, MODE_NATIVE, MODE_TC, POD_HOST, Pass,
-    Pod, PortInfo, Pressure, SERVICE_CLIENT_IP, Service, ServiceKey, Traffic, UPLINK_BYPASS_DROP,
-    Uplink, VIP_EXTERNAL, VIP_REFUSE_DROP, Verdict, Vip, backend_generation, backend_index,
-    from_name, map,
+    Addr, Announcer, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, BackendInfo, Control, FLOW_CLOSING,
+    FLOW_HANDED_ON, FLOW_REFUSED, FORWARD, Flow, FlowKey, LAYOUT_VERSION, MAX_UPLINKS, MODE_NATIVE,
+    MODE_TC, NAME_LEN, PEER_IS_LIVE, PEER_IS_REFLECTING, PEER_IS_SYNCED, POD_HOST, Pass, Peer,
+    PeerInfo, Pod, PortInfo, Pressure, SERVICE_CLIENT_IP, Service, ServiceKey, Traffic,
+    UPLINK_BYPASS_DROP, Uplink, VIP_EXTERNAL, VIP_REFUSE_DROP, Verdict, Vip, backend_generation,
+    backend_index, from_name, map, peer_link,
 };
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
@@ -39,8 +40,8 @@ pub struct UplinkView {
     pub bypass_drop: bool,
     /// UDP source ports that reach pods nevertheless.
     pub bypass_udp: Vec<u16>,
-    /// Next hop for clients outside the subnet.
-    pub gateway: Option<IpAddr>,
+    /// Next hops for clients outside the subnets.
+    pub gateways: Vec<IpAddr>,
     /// VIPs of this uplink.
     pub vips: Vec<IpAddr>,
     /// Ids of the programs that its pinned links hold, by hook (`xdp`, `ingress`, `egress`).
@@ -69,10 +70,63 @@ pub struct VipView {
     pub external: bool,
     /// Whether ARP and ND questions are answered now.
     pub answering: bool,
+    /// Who announces it, where that is elected.
+    pub announcer: Option<AnnouncerView>,
     /// `reject` or `drop`.
     pub refuse: String,
     /// What goes to the host, as `tcp/22`, `icmp`.
     pub pass: Vec<String>,
+}
+
+/// The outcome of an election, as this node sees it.
+#[derive(Clone, Debug, Serialize)]
+pub struct AnnouncerView {
+    /// The node that announces the VIP, if any does.
+    pub node: Option<String>,
+    /// Seconds since it was first seen to.
+    pub since_seconds: Option<f64>,
+    /// Epoch of the highest claim: it rises with every change.
+    pub epoch: u64,
+    /// What nodes disagree on.
+    pub conflict: Option<String>,
+}
+
+/// Another node.
+#[derive(Clone, Debug, Serialize)]
+pub struct PeerView {
+    /// Its number in the maps.
+    pub number: u32,
+    /// Its name.
+    pub node: String,
+    /// Version of its agent.
+    pub version: String,
+    /// Its agent's heartbeats are heard.
+    pub live: bool,
+    /// Its program sends probes back: it takes new flows.
+    pub reflecting: bool,
+    /// Its exceptions are known here.
+    pub synced: bool,
+    /// Seconds since one of these changed.
+    pub since_seconds: Option<f64>,
+    /// Where it is.
+    pub links: Vec<PeerLinkView>,
+    /// Packets from clients that were handed on to it.
+    pub handed_on_packets: u64,
+    /// Their bytes (frames).
+    pub handed_on_bytes: u64,
+    /// New flows among them.
+    pub handed_on_flows: u64,
+}
+
+/// Another node on one uplink.
+#[derive(Clone, Debug, Serialize)]
+pub struct PeerLinkView {
+    /// This node's interface.
+    pub interface: String,
+    /// Its MAC there.
+    pub mac: String,
+    /// Its addresses there.
+    pub addresses: Vec<IpAddr>,
 }
 
 /// Packets and bytes, over all CPUs, since the row got its owner.
@@ -140,6 +194,8 @@ pub struct BackendView {
     pub service: String,
     /// Port name.
     pub port_name: String,
+    /// The node that it is on; none for this one.
+    pub node: Option<String>,
     /// Takes new flows.
     pub eligible: bool,
     /// The address is this node's own (host network).
@@ -199,6 +255,8 @@ pub struct FlowView {
     pub interface: String,
     /// MAC they come from.
     pub last_hop: String,
+    /// They come by way of another node.
+    pub handed_on: bool,
 }
 
 /// How full the flow tables are.
@@ -311,7 +369,12 @@ impl Reader {
                     .into_iter()
                     .filter(|port| *port != 0)
                     .collect(),
-                gateway: (row.gateway != Addr::UNSPECIFIED).then(|| row.gateway.into()),
+                gateways: row
+                    .gateways
+                    .into_iter()
+                    .filter(|gateway| *gateway != Addr::UNSPECIFIED)
+                    .map(IpAddr::from)
+                    .collect(),
                 vips: own,
                 programs: links
                     .filter_map(|(hook, ifindex)| {
@@ -328,12 +391,27 @@ impl Reader {
     pub fn vips(&self) -> Result<Vec<VipView>, DataplaneError> {
         let uplinks: Vec<Uplink> = self.array(map::UPLINKS)?;
         let rows: Vec<(Addr, Vip)> = self.hash(map::VIPS)?;
+        let clock = Clock::now();
+        let announcers: Vec<(Addr, Announcer)> = self.hash(map::ANNOUNCERS)?;
+        let announcers: Index<Addr, Announcer> = announcers.into_iter().collect();
         let now = nanoseconds(boot_time());
         let view = |(addr, vip): (Addr, Vip)| VipView {
             address: addr.into(),
             interface: interface(&uplinks, vip.uplink),
             external: vip.flags & VIP_EXTERNAL != 0,
-            answering: vip.answer_until > now,
+            answering: vip.answer_until > now
+                || announcers
+                    .get(&addr)
+                    .is_some_and(|row| row.answer_until > now),
+            announcer: announcers.get(&addr).map(|row| {
+                let named = |name: &[u8]| Some(from_name(name)).filter(|name| !name.is_empty());
+                AnnouncerView {
+                    node: named(&row.holder),
+                    since_seconds: clock.seconds_since(row.since),
+                    epoch: row.epoch,
+                    conflict: named(&row.conflict),
+                }
+            }),
             refuse: if vip.flags & VIP_REFUSE_DROP != 0 {
                 "drop".to_owned()
             } else {
@@ -343,6 +421,46 @@ impl Reader {
         };
         let mut views: Vec<_> = rows.into_iter().map(view).collect();
         views.sort_by_key(|view| view.address);
+        Ok(views)
+    }
+
+    /// Other nodes by number.
+    pub fn peers(&self) -> Result<Vec<PeerView>, DataplaneError> {
+        let uplinks: Vec<Uplink> = self.array(map::UPLINKS)?;
+        let rows: Vec<Peer> = self.array(map::PEERS)?;
+        let infos: Vec<PeerInfo> = self.array(map::PEER_INFO)?;
+        let stats = self.traffic(map::PEER_STATS)?;
+        let clock = Clock::now();
+        let mut views = Vec::new();
+        for (info, number) in infos.iter().zip(0..) {
+            if info.name == [0; NAME_LEN] {
+                continue;
+            }
+            let links = (0..MAX_UPLINKS).filter_map(|uplink| {
+                let row = rows.get(peer_link(number, uplink) as usize)?;
+                let used = row.addrs.iter().filter(|addr| **addr != Addr::UNSPECIFIED);
+                let view = PeerLinkView {
+                    interface: interface(&uplinks, uplink),
+                    mac: mac(&row.mac),
+                    addresses: used.map(|addr| (*addr).into()).collect(),
+                };
+                (row.mac != [0; 6]).then_some(view)
+            });
+            let traffic = stats(number as u16)?;
+            views.push(PeerView {
+                number,
+                node: from_name(&info.name),
+                version: from_name(&info.version),
+                live: info.flags & PEER_IS_LIVE != 0,
+                reflecting: info.flags & PEER_IS_REFLECTING != 0,
+                synced: info.flags & PEER_IS_SYNCED != 0,
+                since_seconds: clock.seconds_since(info.since),
+                links: links.collect(),
+                handed_on_packets: traffic.packets_in,
+                handed_on_bytes: traffic.bytes_in,
+                handed_on_flows: traffic.flows,
+            });
+        }
         Ok(views)
     }
 
@@ -388,6 +506,7 @@ impl Reader {
     fn backend_views(&self, infos: &[PortInfo]) -> Result<Vec<(u16, BackendView)>, DataplaneError> {
         let rows: Vec<Backend> = self.array(map::BACKENDS)?;
         let names: Array<MapData, BackendInfo> = pinned(&self.dir, map::BACKEND_INFO)?;
+        let peers: Vec<PeerInfo> = self.array(map::PEER_INFO)?;
         let pods: Vec<(Addr, Pod)> = self.hash(map::PODS)?;
         let pods: Index<Addr, Pod> = pods.into_iter().collect();
         let stats = self.traffic(map::BACKEND_STATS)?;
@@ -412,6 +531,10 @@ impl Reader {
                 vip_port: port.map(|port| port.vip_port.port),
                 service: port.map_or_else(String::new, |port| from_name(&port.service)),
                 port_name: port.map_or_else(String::new, |port| from_name(&port.port)),
+                node: (row.peer != 0)
+                    .then(|| peers.get(usize::from(row.peer)))
+                    .flatten()
+                    .map(|peer| from_name(&peer.name)),
                 eligible: row.flags & BACKEND_ELIGIBLE != 0,
                 host_network: pods.get(&row.addr).is_some_and(|p| p.flags & POD_HOST != 0),
                 traffic: stats(index)?,
@@ -474,7 +597,8 @@ impl Reader {
                     idle_seconds: clock.since_jiffies(last_seen),
                     bytes_in: flow.bytes,
                     bytes_out: reply.map(|reply| reply.bytes),
-                    interface: interface(&uplinks, flow.uplink.into()),
+                    interface: interface(&uplinks, (flow.uplink & !FLOW_HANDED_ON).into()),
+                    handed_on: flow.uplink & FLOW_HANDED_ON != 0,
                     last_hop: mac(&flow.last_hop),
                 };
                 if filter.matches(&view) {
@@ -538,14 +662,13 @@ impl Reader {
         let control: Control = self.first(map::CONTROL)?;
         let pressure: Pressure = self.first(map::PRESSURE)?;
         let clock = Clock::now();
-        let since = |time: u64| (time != 0).then(|| clock.since_boot_time(time));
         let owner = pins::owner(&self.root);
         Ok(ControlView {
             agent_pid: control.agent_pid,
             agent_running: owner.is_some(),
             agent_version: from_name(&control.agent_version),
-            agent_started_seconds: since(control.agent_started),
-            synced_seconds: since(control.synced_at),
+            agent_started_seconds: clock.seconds_since(control.agent_started),
+            synced_seconds: clock.seconds_since(control.synced_at),
             refusals_per_second: control.refusals_per_second,
             living_full: pressure.living_full != 0,
             living_capacity: self.capacity(map::LIVING)?,
@@ -596,7 +719,8 @@ impl Reader {
         Ok(entries)
     }
 
-    fn capacity(&self, name: &'static str) -> Result<u32, DataplaneError> {
+    /// How many entries a map has room for.
+    pub(crate) fn capacity(&self, name: &'static str) -> Result<u32, DataplaneError> {
         MapData::from_pin(self.dir.join(name))
             .and_then(|data| data.info())
             .map(|info| info.max_entries())
@@ -665,6 +789,11 @@ impl Clock {
             jiffies: initial + seconds * ticks + rest,
             ticks,
         }
+    }
+
+    /// Seconds since a boot time, of a row that has one.
+    fn seconds_since(&self, time: u64) -> Option<f64> {
+        (time != 0).then(|| self.since_boot_time(time))
     }
 
     fn since_boot_time(&self, nanoseconds: u64) -> f64 {

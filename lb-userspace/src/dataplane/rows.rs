@@ -11,15 +11,16 @@ use std::time::Duration;
 use lb_common::choice::identity;
 use lb_common::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, BackendInfo, Candidate, Control, Filter,
-    MAX_BACKENDS, MAX_BACKENDS_PER_PORT, MAX_PASS, MAX_PORTS, MAX_UPLINKS,
-    MAX_VIP_PORTS_PER_POD_PORT, MAX_VIPS, NAME_LEN, POD_HOST, Pass, Pod, PodPort, PortInfo,
-    SERVICE_CLIENT_IP, SERVICE_INSTANCE, Service, ServiceKey, Uplink, VIP_EXTERNAL,
-    VIP_REFUSE_DROP, Vip, backend_id, to_name,
+    MAX_BACKENDS, MAX_BACKENDS_PER_PORT, MAX_PASS, MAX_PEERS, MAX_PORTS, MAX_UPLINKS,
+    MAX_VIP_PORTS_PER_POD_PORT, MAX_VIPS, NAME_LEN, PEER_IS_LIVE, PEER_IS_REFLECTING,
+    PEER_IS_SYNCED, PEER_REFLECTS, POD_HOST, Pass, Peer, PeerInfo, PeerMac, Pod, PodPort, PortInfo,
+    SERVICE_CLIENT_IP, SERVICE_INSTANCE, SERVICE_SILENT, Service, ServiceKey, Uplink, VIP_EXTERNAL,
+    VIP_REFUSE_DROP, Vip, backend_id, from_name, peer_link, to_name,
 };
 
 use super::GONE_AFTER;
 use crate::desired::{Announce, Refuse};
-use crate::tables::{BackendRow, PortRow, TableSet, VipRow};
+use crate::tables::{BackendRow, PeerLink, PeerRow, PortRow, TableSet, VipRow};
 
 /// The rows that the agent alone writes.
 #[derive(Clone)]
@@ -33,6 +34,9 @@ pub(super) struct Rows {
     pub(super) port_info: Vec<PortInfo>,
     pub(super) backend_info: Vec<BackendInfo>,
     pub(super) control: Control,
+    pub(super) peers: Vec<Peer>,
+    pub(super) peer_macs: BTreeMap<PeerMac, u32>,
+    pub(super) peer_info: Vec<PeerInfo>,
     /// The highest version that a service was written with; no map holds it.
     pub(super) version: u32,
 }
@@ -45,10 +49,21 @@ pub(super) const NO_UPLINK: Uplink = Uplink {
     mac: [0; 6],
     vlan: 0,
     mode: 0,
-    pad: [0; 7],
+    prefixes: [0; 2],
+    pad: 0,
+    device: 0,
     name: [0; 16],
     bypass_udp: [0; lb_common::MAX_BYPASS_UDP],
-    gateway: Addr::UNSPECIFIED,
+    gateways: [Addr::UNSPECIFIED; 2],
+    networks: [Addr::UNSPECIFIED; 2],
+};
+/// A free number of a peer.
+const NO_PEER_INFO: PeerInfo = PeerInfo {
+    name: [0; NAME_LEN],
+    version: [0; 32],
+    flags: 0,
+    pad: 0,
+    since: 0,
 };
 /// An index that no backend has had yet.
 const NO_BACKEND: Backend = Backend {
@@ -57,6 +72,8 @@ const NO_BACKEND: Backend = Backend {
     service: 0,
     generation: 0,
     flags: 0,
+    peer: 0,
+    pad: 0,
 };
 const NO_PORT_INFO: PortInfo = PortInfo {
     vip_port: ServiceKey::new(Addr::UNSPECIFIED, 0),
@@ -81,6 +98,9 @@ impl Default for Rows {
             port_info: vec![NO_PORT_INFO; MAX_PORTS as usize],
             backend_info: vec![NO_BACKEND_INFO; MAX_BACKENDS as usize],
             control: Control::default(),
+            peers: vec![Peer::default(); (MAX_PEERS * MAX_UPLINKS) as usize],
+            peer_macs: BTreeMap::new(),
+            peer_info: vec![NO_PEER_INFO; MAX_PEERS as usize],
             version: 0,
         }
     }
@@ -106,6 +126,13 @@ pub(super) enum Write {
     RemoveService(ServiceKey),
     Vip(Addr, Box<Vip>),
     RemoveVip(Addr),
+    /// By [`peer_link`](lb_common::peer_link).
+    Peer(u32, Box<Peer>),
+    PeerMac(PeerMac, u32),
+    RemovePeerMac(PeerMac),
+    PeerInfo(u32, Box<PeerInfo>),
+    /// The counters of a number that gets a new owner start from zero.
+    ResetPeerStats(u32),
 }
 
 impl Rows {
@@ -116,7 +143,7 @@ impl Rows {
             Write::Control(row) => self.control = **row,
             Write::PortInfo(id, row) => self.port_info[usize::from(*id)] = **row,
             Write::BackendInfo(index, row) => self.backend_info[usize::from(*index)] = **row,
-            Write::ResetPortStats(_) | Write::ResetBackendStats(_) => {}
+            Write::ResetPortStats(_) | Write::ResetBackendStats(_) | Write::ResetPeerStats(_) => {}
             Write::Backend(index, row) => self.backends[usize::from(*index)] = *row,
             Write::Pod(addr, row) => {
                 self.pods.insert(*addr, *row);
@@ -143,7 +170,44 @@ impl Rows {
             Write::RemoveVip(addr) => {
                 self.vips.remove(addr);
             }
+            Write::Peer(link, row) => self.peers[*link as usize] = **row,
+            Write::PeerMac(mac, number) => {
+                self.peer_macs.insert(*mac, *number);
+            }
+            Write::RemovePeerMac(mac) => {
+                self.peer_macs.remove(mac);
+            }
+            Write::PeerInfo(number, row) => self.peer_info[*number as usize] = **row,
         }
+    }
+}
+
+impl Rows {
+    /// Peers as an earlier agent knew them.
+    pub(super) fn named_peers(&self) -> BTreeMap<String, PeerRow> {
+        let named = (1..MAX_PEERS).filter_map(|number| {
+            let info = &self.peer_info[number as usize];
+            let name = from_name(&info.name);
+            let links = (0..MAX_UPLINKS).filter_map(|uplink| {
+                let row = self.peers[peer_link(number, uplink) as usize];
+                let used = row.addrs.iter().filter(|addr| **addr != Addr::UNSPECIFIED);
+                let link = PeerLink {
+                    mac: row.mac,
+                    addresses: used.map(|addr| (*addr).into()).collect(),
+                };
+                (row.mac != [0; 6]).then_some((uplink, link))
+            });
+            let has = |flag| info.flags & flag != 0;
+            let peer = PeerRow {
+                version: from_name(&info.version),
+                live: has(PEER_IS_LIVE),
+                reflecting: has(PEER_IS_REFLECTING),
+                synced: has(PEER_IS_SYNCED),
+                links: links.collect(),
+            };
+            (!name.is_empty()).then_some((name, peer))
+        });
+        named.collect()
     }
 }
 
@@ -158,6 +222,10 @@ pub(super) struct Input<'a> {
     /// `CLOCK_BOOTTIME`.
     pub(super) now: Duration,
 }
+
+/// How long after a change peers are given to tell which flows are theirs, before what finds no entry in mid-flow
+/// counts as lost. Ten heartbeats and the time in which every node hears of the change.
+pub(super) const SETTLE: Duration = Duration::from_secs(5);
 
 /// Backends that no source has any more, with the time at which they are gone.
 pub(super) type Leaving = BTreeMap<u16, Duration>;
@@ -208,6 +276,7 @@ struct Shortage {
 
 fn step(rows: &Rows, leaving: &Leaving, input: &Input<'_>) -> (Plan, Shortage) {
     let mut goal = Goal::new(rows);
+    goal.place_peers(input);
     goal.place_ports(input.tables);
     goal.place_backends(input.tables);
     goal.keep_leaving(leaving, input);
@@ -221,6 +290,11 @@ fn step(rows: &Rows, leaving: &Leaving, input: &Input<'_>) -> (Plan, Shortage) {
         shortage,
         ..
     } = goal;
+    let mut next = next;
+    if next.control.peers != 0 && places_otherwise(rows, &next) {
+        let until = input.now + SETTLE;
+        next.control.settle_until = until.as_nanos().try_into().unwrap_or(u64::MAX);
+    }
     let plan = Plan {
         writes: order(rows, &next, &fresh_ports, &fresh_backends),
         leaving,
@@ -279,6 +353,8 @@ fn backend_key(id: u16, row: &BackendRow) -> BackendKey {
 struct Goal<'a> {
     rows: &'a Rows,
     next: Rows,
+    /// Numbers of peers.
+    numbers: BTreeMap<String, u32>,
     /// Ids of wanted VIP ports.
     ids: BTreeMap<(IpAddr, u16), u16>,
     /// Indices of wanted backends, by VIP port in the order of its row.
@@ -310,6 +386,7 @@ impl<'a> Goal<'a> {
         Self {
             rows,
             next,
+            numbers: BTreeMap::new(),
             ids: BTreeMap::new(),
             indices: BTreeMap::new(),
             leaving: Leaving::new(),
@@ -318,6 +395,89 @@ impl<'a> Goal<'a> {
             shortage: Shortage::default(),
             notes: Vec::new(),
         }
+    }
+
+    /// Numbers stay with their names, also of peers that are away for as long as flows may lead to them.
+    fn place_peers(&mut self, input: &Input<'_>) {
+        let rows = self.rows;
+        let named = |number: &u32| rows.peer_info[*number as usize].name != NO_PEER_INFO.name;
+        let known: BTreeMap<[u8; NAME_LEN], u32> = (1..MAX_PEERS)
+            .filter(named)
+            .map(|number| (rows.peer_info[number as usize].name, number))
+            .collect();
+        let in_use: BTreeSet<u16> = rows
+            .backends
+            .iter()
+            .filter(|backend| backend.flags & BACKEND_ALIVE != 0)
+            .map(|backend| backend.peer)
+            .collect();
+        let mut free = (1..MAX_PEERS).filter(|number| !named(number));
+        let mut kept = BTreeSet::new();
+        for (name, peer) in &input.tables.peers {
+            let padded = to_name(name);
+            let Some(number) = known.get(&padded).copied().or_else(|| free.next()) else {
+                self.notes.push(format!(
+                    "node {name} is not used: there are more than {} peers",
+                    MAX_PEERS - 1
+                ));
+                continue;
+            };
+            self.numbers.insert(name.clone(), number);
+            kept.insert(number);
+            let was = rows.peer_info[number as usize];
+            let flag = |is: bool, flag: u32| if is { flag } else { 0 };
+            let flags = flag(peer.live, PEER_IS_LIVE)
+                | flag(peer.reflecting, PEER_IS_REFLECTING)
+                | flag(peer.synced, PEER_IS_SYNCED);
+            let is_same = was.name == padded && was.flags == flags;
+            self.next.peer_info[number as usize] = PeerInfo {
+                name: padded,
+                version: to_name(&peer.version),
+                flags,
+                pad: 0,
+                since: if is_same {
+                    was.since
+                } else {
+                    input.now.as_nanos().try_into().unwrap_or(u64::MAX)
+                },
+            };
+            for uplink in 0..MAX_UPLINKS {
+                let row = &mut self.next.peers[peer_link(number, uplink) as usize];
+                *row = Peer::default();
+                let Some(link) = peer.links.get(&uplink) else {
+                    continue;
+                };
+                row.mac = link.mac;
+                row.flags = if peer.reflecting { PEER_REFLECTS } else { 0 };
+                for (place, address) in row.addrs.iter_mut().zip(&link.addresses) {
+                    *place = (*address).into();
+                }
+            }
+        }
+        for number in 1..MAX_PEERS {
+            if kept.contains(&number) || in_use.contains(&(number as u16)) {
+                continue;
+            }
+            self.next.peer_info[number as usize] = NO_PEER_INFO;
+            for uplink in 0..MAX_UPLINKS {
+                self.next.peers[peer_link(number, uplink) as usize] = Peer::default();
+            }
+        }
+        self.next.peer_macs = (1..MAX_PEERS)
+            .flat_map(|number| (0..MAX_UPLINKS).map(move |uplink| (number, uplink)))
+            .filter_map(|(number, uplink)| {
+                let mac = self.next.peers[peer_link(number, uplink) as usize].mac;
+                let uplink = uplink as u16;
+                (mac != [0; 6]).then_some((PeerMac { mac, uplink }, number))
+            })
+            .collect();
+        let count = self
+            .next
+            .peer_info
+            .iter()
+            .filter(|info| info.name != NO_PEER_INFO.name);
+        self.next.control.peers = count.count() as u16;
+        self.next.control.heartbeat_port = input.tables.heartbeat_port;
     }
 
     fn place_ports(&mut self, tables: &TableSet) {
@@ -375,12 +535,23 @@ impl<'a> Goal<'a> {
                     self.fresh_backends.insert(index);
                 }
                 let (_, addr, _, (instance, uid)) = key;
+                let peer = match &row.node {
+                    None => Some(0),
+                    Some(node) => self.numbers.get(node).map(|number| *number as u16),
+                };
                 self.next.backends[usize::from(index)] = Backend {
                     addr,
                     port: row.port,
                     service: id,
                     generation,
-                    flags: BACKEND_ALIVE | if row.eligible { BACKEND_ELIGIBLE } else { 0 },
+                    flags: BACKEND_ALIVE
+                        | if row.eligible && peer.is_some() {
+                            BACKEND_ELIGIBLE
+                        } else {
+                            0
+                        },
+                    peer: peer.unwrap_or(former.peer),
+                    pad: 0,
                 };
                 self.next.backend_info[usize::from(index)] = BackendInfo { instance, uid };
                 indices.push(index);
@@ -446,16 +617,23 @@ impl<'a> Goal<'a> {
 
     fn derive_pods(&mut self, host: &BTreeSet<IpAddr>) {
         let mut filter = Filter::default();
+        let of_peers = self.next.peers.iter().flat_map(|peer| peer.addrs);
+        let of_peers: BTreeSet<Addr> = of_peers.collect();
         let alive = self.next.backends.iter().zip(0..);
         let alive = alive.filter(|(backend, _)| backend.flags & BACKEND_ALIVE != 0);
         // Of a pod port's VIP ports, those that are wanted come before those of backends that leave.
         let (leave, stay): (Vec<_>, Vec<_>) =
             alive.partition(|(_, index)| self.leaving.contains_key(index));
         for (backend, index) in stay.into_iter().chain(leave) {
-            let is_host = host.contains(&IpAddr::from(backend.addr));
+            let is_host =
+                host.contains(&IpAddr::from(backend.addr)) || of_peers.contains(&backend.addr);
             let flags = if is_host { POD_HOST } else { 0 };
             filter.insert(&backend.addr);
             self.next.pods.insert(backend.addr, Pod { flags });
+            if backend.peer != 0 {
+                // Its replies do not come by here.
+                continue;
+            }
             let vip_port = self.next.port_info[usize::from(backend.service)].vip_port;
             let key = ServiceKey::new(backend.addr, backend.port);
             let row = self.next.pod_ports.entry(key).or_insert(PodPort {
@@ -499,6 +677,7 @@ impl<'a> Goal<'a> {
                 seed: row.seed,
                 count: 0,
                 pad: 0,
+                local: 0,
                 candidates: [Candidate::default(); MAX_BACKENDS_PER_PORT],
                 pad_tail: 0,
                 version_tail: 0,
@@ -508,6 +687,16 @@ impl<'a> Goal<'a> {
                 let backend = self.next.backends[usize::from(index)];
                 (backend.flags & BACKEND_ELIGIBLE != 0).then_some((index, backend.generation))
             });
+            let is_silent = |backend: &BackendRow| {
+                let peer = backend
+                    .node
+                    .as_ref()
+                    .and_then(|node| tables.peers.get(node));
+                peer.is_some_and(|peer| !peer.reflecting)
+            };
+            if row.backends.iter().any(is_silent) {
+                service.flags |= SERVICE_SILENT;
+            }
             let names: HashMap<[u8; NAME_LEN], u32> = row
                 .backends
                 .iter()
@@ -515,6 +704,9 @@ impl<'a> Goal<'a> {
                 .collect();
             for ((index, generation), place) in eligible.zip(&mut service.candidates) {
                 let name = self.next.backend_info[usize::from(index)].instance;
+                if self.next.backends[usize::from(index)].peer == 0 {
+                    service.local |= 1 << service.count;
+                }
                 *place = Candidate {
                     backend: backend_id(index, generation),
                     identity: names.get(&name).copied().unwrap_or_default(),
@@ -584,7 +776,9 @@ fn service_flags(row: &PortRow) -> u16 {
 
 fn vip_row(row: &VipRow, uplink: u32) -> Vip {
     let (answer_until, external) = match row.announce {
-        Announce::Always => (u64::MAX, 0),
+        Announce::Always if row.candidate => (u64::MAX, 0),
+        // The elected one's deadline is in a map of its own.
+        Announce::Always | Announce::Elect => (0, 0),
         Announce::External => (0, VIP_EXTERNAL),
     };
     let refuse = match row.refuse {
@@ -602,6 +796,19 @@ fn vip_row(row: &VipRow, uplink: u32) -> Vip {
         uplink,
         pass,
     }
+}
+
+/// Whether flows may be placed otherwise than before.
+fn places_otherwise(now: &Rows, next: &Rows) -> bool {
+    let same = |(key, service): (&ServiceKey, &Service)| {
+        now.services
+            .get(key)
+            .is_some_and(|was| same_service(was, service))
+    };
+    now.services.len() != next.services.len()
+        || !next.services.iter().all(same)
+        || now.peers != next.peers
+        || now.backends != next.backends
 }
 
 /// The same VIP but for its deadline, which the holder (or a test) may have moved.
@@ -642,9 +849,13 @@ fn order(
         writes.push(write);
     };
 
-    // Filters err on the side of containing: bits are set first and cleared last.
+    // Filters err on the side of containing: bits are set first and cleared last. Peers are waited for before anything
+    // is that they may see otherwise.
     let control = Control {
         pod_filter: union(&held.control.pod_filter, &next.control.pod_filter),
+        settle_until: next.control.settle_until,
+        heartbeat_port: next.control.heartbeat_port,
+        peers: held.control.peers.max(next.control.peers),
         ..held.control
     };
     if control != held.control {
@@ -657,6 +868,26 @@ fn order(
         };
         if row != now.uplinks[slot] {
             write(&mut held, Write::Uplink(slot as u32, Box::new(row)));
+        }
+    }
+
+    for (number, info) in (0..).zip(&next.peer_info) {
+        let was = &now.peer_info[number as usize];
+        if info != was {
+            if info.name != was.name {
+                write(&mut held, Write::ResetPeerStats(number));
+            }
+            write(&mut held, Write::PeerInfo(number, Box::new(*info)));
+        }
+    }
+    for (link, peer) in (0..).zip(&next.peers) {
+        if *peer != now.peers[link as usize] {
+            write(&mut held, Write::Peer(link, Box::new(*peer)));
+        }
+    }
+    for (mac, number) in &next.peer_macs {
+        if held.peer_macs.get(mac) != Some(number) {
+            write(&mut held, Write::PeerMac(*mac, *number));
         }
     }
 
@@ -764,6 +995,13 @@ fn order(
             write(&mut held, Write::Uplink(slot as u32, Box::new(*uplink)));
         }
     }
+    for mac in now
+        .peer_macs
+        .keys()
+        .filter(|mac| !next.peer_macs.contains_key(mac))
+    {
+        write(&mut held, Write::RemovePeerMac(*mac));
+    }
     if next.control != held.control {
         write(&mut held, Write::Control(Box::new(next.control)));
     }
@@ -807,6 +1045,7 @@ mod tests {
             uid: format!("uid-{instance}-{last}"),
             address: IpAddr::from([10, 244, 0, last]),
             port: 6385,
+            node: None,
             eligible,
         }
     }
@@ -819,6 +1058,7 @@ mod tests {
         for (last, port, backends) in ports {
             let row = VipRow {
                 announce: Announce::Always,
+                candidate: true,
                 refuse: Refuse::Reject,
                 pass: Vec::new(),
             };
@@ -1004,6 +1244,7 @@ mod tests {
                 service,
                 generation: 4,
                 flags: BACKEND_ALIVE,
+                ..NO_BACKEND
             };
         }
         agent.apply(&tables(&[(2, 6385, &[(0, 10, true)])]));

@@ -14,6 +14,7 @@ fn checked(port: u16, fail: u32, addresses: &[IpAddr]) -> DesiredState {
         instance: address.to_string(),
         slot: None,
         address: *address,
+        node: None,
         uid: String::new(),
         ready: true,
         draining: false,
@@ -51,7 +52,7 @@ async fn a_backend_goes_after_some_failures_and_returns_after_one_success() {
     let listener = TcpListener::bind((LOCAL, 0)).await.expect("a port");
     let port = listener.local_addr().expect("its number").port();
     let mut checks = Checks::default();
-    checks.follow(&checked(port, 3, &[LOCAL]));
+    checks.follow(&checked(port, 3, &[LOCAL]), |_| true);
     // It answers, as assumed: nothing to tell.
     assert!(
         timeout(Duration::from_millis(300), checks.changed())
@@ -82,7 +83,7 @@ async fn a_backend_goes_after_some_failures_and_returns_after_one_success() {
 #[tokio::test]
 async fn a_backend_that_was_never_asked_counts_as_its_source_says() {
     let mut checks = Checks::default();
-    checks.follow(&checked(1, 1000, &[LOCAL]));
+    checks.follow(&checked(1, 1000, &[LOCAL]), |_| true);
     assert!(checks.health().is_up("ironic", LOCAL));
 }
 
@@ -93,11 +94,11 @@ async fn checks_end_with_their_backend_and_so_does_what_they_found() {
     let other = IpAddr::from([127, 0, 0, 2]);
     let mut checks = Checks::default();
     // Nothing listens on the other address.
-    checks.follow(&checked(port, 1, &[LOCAL, other]));
+    checks.follow(&checked(port, 1, &[LOCAL, other]), |_| true);
     assert_eq!(next(&mut checks).await.address, other);
     assert!(!checks.health().is_up("ironic", other));
 
-    checks.follow(&checked(port, 1, &[]));
+    checks.follow(&checked(port, 1, &[]), |_| true);
     assert!(checks.health().is_up("ironic", other));
     while timeout(Duration::from_millis(200), listener.accept())
         .await
@@ -119,9 +120,9 @@ async fn another_way_to_check_keeps_what_is_known_until_it_has_an_answer() {
     let closed_port = closed.local_addr().expect("its number").port();
     drop(closed);
     let mut checks = Checks::default();
-    checks.follow(&checked(closed_port, 1, &[LOCAL]));
+    checks.follow(&checked(closed_port, 1, &[LOCAL]), |_| true);
     assert!(next(&mut checks).await.failure.is_some());
-    checks.follow(&checked(port, 1, &[LOCAL]));
+    checks.follow(&checked(port, 1, &[LOCAL]), |_| true);
     assert!(!checks.health().is_up("ironic", LOCAL), "not asked yet");
     let change = next(&mut checks).await;
     assert_eq!((change.port, change.failure), (port, None));
@@ -134,7 +135,7 @@ async fn backends_that_die_together_are_one_batch() {
     drop(closed);
     let addresses: Vec<_> = (1..=200).map(|last| [127, 0, 1, last].into()).collect();
     let mut checks = Checks::default();
-    checks.follow(&checked(port, 1, &addresses));
+    checks.follow(&checked(port, 1, &addresses), |_| true);
     // The agent is busy for a moment.
     tokio::time::sleep(Duration::from_millis(500)).await;
     let changes = timeout(PATIENCE, checks.changed())

@@ -143,7 +143,7 @@ mod tests {
             selector: UplinkSelector::Name(name.to_owned()),
             mode: Mode::Auto,
             vlan: None,
-            gateway: None,
+            gateways: Vec::new(),
             bypass: Bypass::Auto,
             bypass_udp: Vec::new(),
         }

@@ -37,7 +37,8 @@ pub struct InstanceService {
 pub fn answer(tables: &TableSet, address: IpAddr) -> Option<InstanceAnswer> {
     let mut services: BTreeMap<(IpAddr, &str), InstanceService> = BTreeMap::new();
     for ((vip, port), row) in &tables.ports {
-        let Some(backend) = row.backends.iter().find(|b| b.address == address) else {
+        let mut here = row.backends.iter().filter(|backend| backend.node.is_none());
+        let Some(backend) = here.find(|backend| backend.address == address) else {
             continue;
         };
         let service = services
@@ -67,7 +68,7 @@ pub fn answer(tables: &TableSet, address: IpAddr) -> Option<InstanceAnswer> {
 mod tests {
     use super::*;
     use crate::config;
-    use crate::plan::{Health, plan};
+    use crate::plan::{Health, Nodes, plan};
 
     const FILE: &str = "
 apiVersion: ironlb.dev/v1
@@ -95,7 +96,7 @@ services:
         let ranges = &mut state.services[0].instance_ports;
         let images = ranges.iter_mut().find(|range| range.port_name == "images");
         images.expect("a range").last = 6201;
-        let (tables, _) = plan(&state, &Health::default());
+        let (tables, _) = plan(&state, &Health::default(), &Nodes::default());
         answer(&tables, address.parse().expect("an address"))
     }
 

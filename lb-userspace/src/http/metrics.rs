@@ -16,12 +16,13 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
 use crate::dataplane::read::{
-    BackendView, ControlView, FlowCounts, PortView, Reader, TrafficView, UplinkView, VerdictView,
-    VipView,
+    BackendView, ControlView, FlowCounts, PeerView, PortView, Reader, TrafficView, UplinkView,
+    VerdictView, VipView,
 };
 use crate::dataplane::{AttachedMode, DataplaneError};
 use crate::kubernetes::LATENCY_BUCKETS_MS;
 use crate::observed::{Followed, Measured, Snapshot};
+use crate::peers::Counters;
 
 /// The text's type.
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -34,6 +35,7 @@ pub(super) struct Views {
     verdicts: Vec<VerdictView>,
     uplinks: Vec<UplinkView>,
     vips: Vec<VipView>,
+    peers: Vec<PeerView>,
     ports: Vec<PortView>,
 }
 
@@ -46,6 +48,7 @@ impl Views {
             verdicts: reader.verdicts()?,
             uplinks: reader.uplinks()?,
             vips: reader.vips()?,
+            peers: reader.peers()?,
             ports: reader.ports()?,
         })
     }
@@ -96,6 +99,7 @@ impl Collector for Scrape {
         let mut out = Output { encoder };
         self.agent(&mut out)?;
         self.tables(&mut out)?;
+        self.peers(&mut out)?;
         self.ports(&mut out)?;
         self.backends(&mut out)
     }
@@ -112,6 +116,7 @@ impl Scrape {
             idle,
             checks,
             lost,
+            peers: _,
         } = &self.snapshot;
         let control = &self.views.control;
         out.gauges(
@@ -197,6 +202,7 @@ impl Scrape {
             verdicts,
             uplinks,
             vips,
+            peers: _,
             ports: _,
         } = &self.views;
         out.counters(
@@ -254,6 +260,125 @@ impl Scrape {
                 ];
                 (labels, f64::from(vip.answering))
             }),
+        )
+    }
+
+    fn peers(&self, out: &mut Output<'_>) -> fmt::Result {
+        let Views { vips, peers, .. } = &self.views;
+        let node = |peer: &PeerView| vec![("node", peer.node.clone())];
+        let gauge = |is: fn(&PeerView) -> bool| {
+            let row = move |peer: &PeerView| (node(peer), f64::from(is(peer)));
+            peers.iter().map(row).collect::<Vec<_>>()
+        };
+        out.gauges(
+            "peer_live",
+            "Whether the other node's agent is heard",
+            gauge(|peer| peer.live),
+        )?;
+        out.gauges(
+            "peer_reflecting",
+            "Whether probes come back from the other node's program, so that it takes new flows",
+            gauge(|peer| peer.reflecting),
+        )?;
+        out.gauges(
+            "peer_synced",
+            "Whether the other node has told which flows the hash would not find",
+            gauge(|peer| peer.synced),
+        )?;
+        out.counters(
+            "peer_handed_on_packets",
+            "Packets of clients that were handed on to the other node",
+            peers
+                .iter()
+                .map(|peer| (node(peer), peer.handed_on_packets)),
+        )?;
+        out.counters(
+            "peer_handed_on_bytes",
+            "Bytes of clients that were handed on to the other node",
+            peers.iter().map(|peer| (node(peer), peer.handed_on_bytes)),
+        )?;
+        out.counters(
+            "peer_handed_on_flows",
+            "New flows that were handed on to the other node",
+            peers.iter().map(|peer| (node(peer), peer.handed_on_flows)),
+        )?;
+        let elected = || {
+            let rows = vips.iter();
+            rows.filter_map(|vip| Some((vip.address.to_string(), vip.announcer.as_ref()?)))
+        };
+        out.gauges(
+            "vip_announcer",
+            "The node that announces an elected VIP, as this one sees it",
+            elected().filter_map(|(vip, row)| {
+                let labels = vec![("vip", vip), ("node", row.node.clone()?)];
+                Some((labels, 1.0))
+            }),
+        )?;
+        out.gauges(
+            "vip_epoch",
+            "Rises with every change of an elected VIP's announcer",
+            elected().map(|(vip, row)| (vec![("vip", vip)], row.epoch as f64)),
+        )?;
+        out.gauges(
+            "vip_conflict",
+            "Whether nodes disagree on who announces an elected VIP",
+            elected().map(|(vip, row)| (vec![("vip", vip)], f64::from(row.conflict.is_some()))),
+        )?;
+        let Counters {
+            heartbeats_sent,
+            heartbeats_heard,
+            rejected_forged,
+            rejected_replayed,
+            rejected_malformed,
+            probes_sent,
+            probes_returned,
+            gratuitous_arps,
+            exceptions_sent,
+            exceptions_held,
+            exceptions_lost,
+            takeovers,
+        } = self.snapshot.peers;
+        let result = |name: &str, count| (vec![("result", name.to_owned())], count);
+        out.counters(
+            "heartbeats",
+            "Heartbeats among the nodes; rejected ones changed nothing",
+            [
+                result("sent", heartbeats_sent),
+                result("heard", heartbeats_heard),
+                result("forged", rejected_forged),
+                result("replayed", rejected_replayed),
+                result("malformed", rejected_malformed),
+            ],
+        )?;
+        out.counters(
+            "probes",
+            "Probes of other nodes' programs",
+            [
+                result("sent", probes_sent),
+                result("returned", probes_returned),
+            ],
+        )?;
+        let of = |whose: &str, count: u64| (vec![("of", whose.to_owned())], count as f64);
+        out.gauges(
+            "exceptions",
+            "Living flows that the hash would not find: of this node, and of the others as they have told",
+            [of("self", exceptions_sent), of("peers", exceptions_held)],
+        )?;
+        let none = Vec::new;
+        out.counters(
+            "exceptions_lost",
+            "Exceptions that there was no room for",
+            [(none(), exceptions_lost)],
+        )?;
+        out.counters(
+            "gratuitous_arps",
+            "Frames that announced a VIP unasked",
+            [(none(), gratuitous_arps)],
+        )?;
+        out.counters(
+            "takeovers",
+            "Elected VIPs that this node has taken",
+            [(none(), takeovers)],
         )
     }
 
@@ -429,6 +554,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::dataplane::read::AnnouncerView;
     use crate::kubernetes::Latency;
     use crate::observed::{CheckResult, Observed};
 
@@ -452,6 +578,7 @@ mod tests {
             vip_port: Some(6200),
             service: "metal3/ironic".to_owned(),
             port_name: "images".to_owned(),
+            node: None,
             eligible: true,
             host_network: false,
             traffic,
@@ -487,7 +614,7 @@ mod tests {
                 vlan: None,
                 bypass_drop: true,
                 bypass_udp: Vec::new(),
-                gateway: None,
+                gateways: Vec::new(),
                 vips: vec![vip],
                 programs: Vec::new(),
             }],
@@ -496,8 +623,27 @@ mod tests {
                 interface: "eth1".to_owned(),
                 external: false,
                 answering: true,
+                announcer: Some(AnnouncerView {
+                    node: Some("node-a".to_owned()),
+                    since_seconds: Some(5.0),
+                    epoch: 3,
+                    conflict: None,
+                }),
                 refuse: "reject".to_owned(),
                 pass: Vec::new(),
+            }],
+            peers: vec![PeerView {
+                number: 1,
+                node: "node-b".to_owned(),
+                version: "1".to_owned(),
+                live: false,
+                reflecting: true,
+                synced: true,
+                since_seconds: Some(5.0),
+                links: Vec::new(),
+                handed_on_packets: 10,
+                handed_on_bytes: 11,
+                handed_on_flows: 12,
             }],
             ports: vec![PortView {
                 id: 3,
@@ -522,6 +668,8 @@ mod tests {
         let mut snapshot = observed.snapshot();
         snapshot.state_age = Duration::from_millis(1500);
         snapshot.file.bad = 2;
+        snapshot.peers.rejected_forged = 4;
+        snapshot.peers.exceptions_held = 6;
         snapshot.kubernetes = Some(Followed {
             leads: true,
             latency: Latency {
@@ -551,6 +699,12 @@ mod tests {
             r#"ironlb_uplink_attached{interface="eth1",mode="native"} 0.0"#.to_owned(),
             r#"ironlb_uplink_lost_frames_total{interface="eth1"} 9"#.to_owned(),
             r#"ironlb_vip_announced{vip="172.22.0.2",interface="eth1"} 1.0"#.to_owned(),
+            r#"ironlb_vip_announcer{vip="172.22.0.2",node="node-a"} 1.0"#.to_owned(),
+            r#"ironlb_peer_live{node="node-b"} 0.0"#.to_owned(),
+            r#"ironlb_peer_reflecting{node="node-b"} 1.0"#.to_owned(),
+            r#"ironlb_peer_handed_on_flows_total{node="node-b"} 12"#.to_owned(),
+            r#"ironlb_heartbeats_total{result="forged"} 4"#.to_owned(),
+            r#"ironlb_exceptions{of="peers"} 6.0"#.to_owned(),
             "ironlb_state_age_seconds 1.5".to_owned(),
             "ironlb_plan_duration_seconds_count 1".to_owned(),
             r#"ironlb_config_reads_total{result="bad"} 2"#.to_owned(),

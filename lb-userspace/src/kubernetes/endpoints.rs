@@ -47,8 +47,8 @@ pub(super) fn gather<'a>(
 ) -> BTreeMap<IpAddr, Endpoint> {
     let mut said: BTreeMap<(IpAddr, Option<(String, String)>), Said> = BTreeMap::new();
     for slice in slices {
-        // IPv6 has slices of its own, of the same Service.
-        if slice.address_type != "IPv4" {
+        // Each version has slices of its own, and names are no addresses.
+        if slice.address_type != "IPv4" && slice.address_type != "IPv6" {
             continue;
         }
         for endpoint in slice.endpoints.iter().flatten() {

@@ -6,6 +6,7 @@
 //!
 //! [`DesiredState`]: crate::desired::DesiredState
 
+mod directory;
 mod endpoints;
 mod events;
 mod lease;

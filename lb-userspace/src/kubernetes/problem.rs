@@ -16,12 +16,6 @@ pub enum Problem {
         /// What was asked for.
         text: String,
     },
-    /// IPv6 has to wait.
-    #[error("{vip} is not served: IPv6 is not served yet")]
-    VipIpv6 {
-        /// What was asked for.
-        vip: IpAddr,
-    },
     /// An address that is not the agent's to give.
     #[error(
         "{vip} is not in the agent's list of VIPs; ask for one that is, or have it added there"
@@ -151,16 +145,6 @@ pub enum Problem {
         /// The VIP.
         vip: IpAddr,
     },
-    /// Endpoints out of reach.
-    #[error("pods on node {node} are not used: VIP {vip} is served on {served_on} only")]
-    OtherNode {
-        /// Where they are.
-        node: String,
-        /// VIP.
-        vip: IpAddr,
-        /// Where they would have to be.
-        served_on: String,
-    },
     /// The node's own rules lie in wait.
     #[error(
         "its pods have hostPort {port}, which is also a port of its VIP: where the node redirects host \
@@ -203,9 +187,7 @@ impl Problem {
     /// The Event's reason.
     pub fn reason(&self) -> &'static str {
         match self {
-            Self::VipInvalid { .. } | Self::VipIpv6 { .. } | Self::VipUnknown { .. } => {
-                "VipNotServed"
-            }
+            Self::VipInvalid { .. } | Self::VipUnknown { .. } => "VipNotServed",
             Self::VipNotAllowed { .. } => "VipNotAllowed",
             Self::VipKept { .. } => "VipKept",
             Self::NoFreeVip { .. } => "NoFreeVip",
@@ -220,7 +202,6 @@ impl Problem {
             | Self::EndpointOfOtherPod { .. }
             | Self::EndpointIsVip { .. } => "EndpointNotAllowed",
             Self::NoTargetPort { .. } => "NoTargetPort",
-            Self::OtherNode { .. } => "EndpointOnOtherNode",
             Self::HostPortClash { .. } => "HostPortClash",
             Self::EndpointsUnused | Self::TooManyVipPorts { .. } | Self::TablesFull { .. } => {
                 "LimitReached"

@@ -1,6 +1,8 @@
 //! The pieces put together: what the agent sees of Kubernetes.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,13 +12,14 @@ use kube::{Api, Client};
 use serde_json::json;
 use tokio::sync::{Mutex, watch};
 use tokio::task::AbortHandle;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tracing::{debug, info, warn};
 
+use super::directory::{ADDRESSES, Directory, SECRET};
 use super::lease::{self, Election};
 use super::status::Status;
-use super::translate::translate;
-use super::watch::{self as watches, Watches, wait_after};
+use super::translate::{Snapshot, translate};
+use super::watch::{self as watches, Sign, Watches, wait_after};
 use super::writer::{MANAGER, PATIENCE, Published, SERVED, ServedMap, Writer, within};
 use crate::config::source::FileSource;
 use crate::config::{ClusterConfig, ConfigError};
@@ -31,6 +34,10 @@ const SHORTEST_GATHER: Duration = Duration::from_millis(5);
 const LONGEST_GATHER: Duration = Duration::from_millis(50);
 /// How often a start that waits for the API says so.
 const SAY_AGAIN: Duration = Duration::from_secs(10);
+/// How long a start waits for the peers and their key when all else is known: the first writer makes the key.
+const PEERS_PATIENCE: Duration = Duration::from_secs(5);
+/// How often an agent states again what its Lease should say, in case somebody removed it.
+const STATE_AGAIN: Duration = Duration::from_secs(300);
 
 /// How to take services from Kubernetes.
 #[derive(Clone)]
@@ -45,12 +52,18 @@ pub struct Options {
     pub resync: Duration,
     /// How long the writer's Lease lasts.
     pub lease: Duration,
+    /// Folder in which the peers and their key are remembered for a start without the API.
+    pub state_dir: PathBuf,
 }
 
 impl Options {
     /// The options of an agent on a node, with the API that its surroundings name: in a pod its
     /// ServiceAccount, else a kubeconfig.
-    pub async fn infer(node: String, namespace: Option<String>) -> Result<Self, SourceError> {
+    pub async fn infer(
+        node: String,
+        namespace: Option<String>,
+        state_dir: PathBuf,
+    ) -> Result<Self, SourceError> {
         let mut config = kube::Config::infer().await?;
         config.connect_timeout = Some(PATIENCE);
         let client = Client::try_from(config)?;
@@ -61,6 +74,7 @@ impl Options {
             node,
             resync: watches::RESYNC,
             lease: lease::DURATION,
+            state_dir,
         })
     }
 }
@@ -86,13 +100,23 @@ pub struct Source {
     node: String,
     watches: Watches,
     status: Arc<Status>,
+    directory: Directory,
     published: watch::Sender<Option<Arc<Published>>>,
-    served: watch::Sender<Option<ServedMap>>,
+    stated: watch::Sender<Stated>,
     election: Arc<Mutex<Election>>,
     tasks: Vec<AbortHandle>,
     /// Since when the change that is being served was known, and when the work on it began.
     changed: Option<(Instant, Instant)>,
     gather: Duration,
+}
+
+/// What an agent's own Lease tells the others.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Stated {
+    /// What its maps hold, once they hold what the API wants.
+    served: Option<ServedMap>,
+    /// Its addresses on its uplinks.
+    addresses: BTreeSet<IpAddr>,
 }
 
 impl Drop for Source {
@@ -110,22 +134,31 @@ impl Source {
             node,
             resync,
             lease,
+            state_dir,
         } = options;
         let status = Arc::new(Status::default());
         let mut watches = Watches::start(&client, resync, &status);
         watches.follow(&config);
         let leases: Api<Lease> = Api::namespaced(client.clone(), &namespace);
         let (published, published_receiver) = watch::channel(None);
-        let (served, served_receiver) = watch::channel(None);
+        let (stated, stated_receiver) = watch::channel(Stated::default());
         let (leads, leads_until) = watch::channel(None);
         let election = Election::new(leases.clone(), WRITER_LEASE, &node, lease);
         let election = Arc::new(Mutex::new(election));
-        let agents = watches::agent_leases(&client, &namespace, &status);
+        let agents_sign = Arc::new(Sign::default());
+        let signs = vec![agents_sign.clone(), watches.sign.clone()];
+        let agents = Arc::new(watches::agent_leases(&client, &namespace, &status, signs));
+        let secret = watches::secret(&client, &namespace, SECRET, &status, &watches.sign);
+        let directory = Directory::new(agents.clone(), secret, &state_dir);
+        let secrets = Api::namespaced(client.clone(), &namespace);
+        let keeper = directory.keeper(secrets, leads_until.clone(), status.clone());
+        let agents = (agents, agents_sign);
         let writer = Writer::new(client, &node, published_receiver, leads_until, agents);
         let tasks = vec![
+            tokio::spawn(keeper).abort_handle(),
             tokio::spawn(stand(election.clone(), leads, status.clone())).abort_handle(),
             tokio::spawn(writer.run()).abort_handle(),
-            tokio::spawn(state(leases, node.clone(), served_receiver)).abort_handle(),
+            tokio::spawn(state(leases, node.clone(), stated_receiver)).abort_handle(),
         ];
         Self {
             file,
@@ -133,8 +166,9 @@ impl Source {
             node,
             watches,
             status,
+            directory,
             published,
-            served,
+            stated,
             election,
             tasks,
             changed: None,
@@ -157,11 +191,32 @@ impl Source {
         &mut self.file
     }
 
-    /// Waits until everything has been read once, and says while it waits why it does.
+    /// What can be wanted before the API has said anything: all but the Services. `None` if no earlier agent has left
+    /// behind who its peers are.
+    pub fn meanwhile(&mut self) -> Option<DesiredState> {
+        let mut state = translate(&self.config, &Snapshot::default()).desired(&self.node);
+        state.peers = Some(self.directory.peers(&self.config));
+        self.directory.is_known().then_some(state)
+    }
+
+    /// Waits until everything has been read once, and says while it waits why it does. For the peers it waits only a
+    /// while: Services can be served without.
     pub async fn first(&mut self) -> DesiredState {
+        let mut without_peers = None;
         loop {
+            let waited = async {
+                match &without_peers {
+                    Some((until, _)) => sleep_until(*until).await,
+                    None => std::future::pending().await,
+                }
+            };
             tokio::select! {
                 () = self.watches.sign.raised() => {}
+                () = waited => {
+                    if let Some((_, state)) = without_peers {
+                        return state;
+                    }
+                }
                 () = sleep(SAY_AGAIN) => {
                     let broken = self.status.broken();
                     info!("waiting for the Kubernetes API; what the maps hold goes on serving{}{}",
@@ -169,7 +224,12 @@ impl Source {
                 }
             }
             if let Some(state) = self.translate(true) {
-                return state;
+                if self.directory.is_known() {
+                    return state;
+                }
+                let until = without_peers.map(|(until, _)| until);
+                let until = until.unwrap_or_else(|| Instant::now() + PEERS_PATIENCE);
+                without_peers = Some((until, state));
             }
         }
     }
@@ -205,7 +265,8 @@ impl Source {
             return None;
         };
         let translation = translate(&self.config, &snapshot);
-        let state = translation.desired(&self.node);
+        let mut state = translation.desired(&self.node);
+        state.peers = Some(self.directory.peers(&self.config));
         let former = self.changed.map(|(since, _)| since);
         self.changed = former.or(since).map(|since| (since, begun));
         self.published.send_replace(Some(Arc::new(Published {
@@ -225,9 +286,9 @@ impl Source {
             }
         }
         // The first one always: an earlier agent may have told more.
-        self.served.send_if_modified(|last| {
-            let is_new = last.as_ref() != Some(&served);
-            *last = Some(served);
+        self.stated.send_if_modified(|last| {
+            let is_new = last.served.as_ref() != Some(&served);
+            last.served = Some(served);
             is_new
         });
         if let Some((since, begun)) = self.changed.take() {
@@ -238,6 +299,15 @@ impl Source {
                 debug!("in the maps {took:.1?} after the watch event");
             }
         }
+    }
+
+    /// Tells where this agent is found.
+    pub fn found_at(&mut self, addresses: BTreeSet<IpAddr>) {
+        self.stated.send_if_modified(|last| {
+            let is_new = last.addresses != addresses;
+            last.addresses = addresses;
+            is_new
+        });
     }
 
     /// Lets another agent write. What has been written stays.
@@ -294,21 +364,24 @@ async fn stand(
     }
 }
 
-/// States for ever, in a Lease of this agent's own, what its maps hold.
-async fn state(leases: Api<Lease>, node: String, mut served: watch::Receiver<Option<ServedMap>>) {
+/// States for ever, in a Lease of this agent's own, what its maps hold and where it is found.
+async fn state(leases: Api<Lease>, node: String, mut stated: watch::Receiver<Stated>) {
     let name = format!("ironlb-agent-{node}");
     let params = PatchParams::apply(MANAGER).force();
     let mut failures = 0;
-    while served.changed().await.is_ok() {
+    while !matches!(timeout(STATE_AGAIN, stated.changed()).await, Ok(Err(_))) {
         loop {
-            let now = served.borrow_and_update().clone().unwrap_or_default();
+            let Stated { served, addresses } = stated.borrow_and_update().clone();
+            // To leave it out would be to say that nothing is served.
+            let Some(served) = served else { break };
+            let addresses: Vec<_> = addresses.iter().map(ToString::to_string).collect();
             let lease = json!({
                 "apiVersion": "coordination.k8s.io/v1",
                 "kind": "Lease",
                 "metadata": {
                     "name": name,
                     "labels": {"ironlb.dev/lease": "agent"},
-                    "annotations": {SERVED: json!(now).to_string()},
+                    "annotations": {SERVED: json!(served).to_string(), ADDRESSES: addresses.join(",")},
                 },
                 "spec": {"holderIdentity": node},
             });

@@ -15,9 +15,9 @@ use k8s_openapi::jiff::Timestamp;
 use super::endpoints::{self, Endpoint};
 use super::slots::{self, Identity};
 use super::{ASSIGNED_VIPS, CLASS, INSTANCE_PORTS, INSTANCE_SLOTS, Problem, VIP};
-use crate::config::{ClusterConfig, VipPolicy, parse_range};
-use crate::desired::{BackendSpec, DesiredState, InstancePorts, PortSpec, ServiceSpec};
-use crate::plan::{self, Health, Warning};
+use crate::config::{ClusterConfig, parse_range};
+use crate::desired::{Announce, BackendSpec, DesiredState, InstancePorts, PortSpec, ServiceSpec};
+use crate::plan::{self, Health, Nodes, Warning};
 
 /// Names the Service of a slice.
 const SERVICE_NAME: &str = "kubernetes.io/service-name";
@@ -70,8 +70,8 @@ struct Served {
     name: String,
     client_affinity: bool,
     vips: BTreeMap<IpAddr, Ports>,
-    /// Pods and their nodes; `None` for what can be reached from every node.
-    backends: Vec<(Option<String>, BackendSpec)>,
+    /// Pods of all nodes; without one what can be reached from every node.
+    backends: Vec<BackendSpec>,
 }
 
 /// What a Service has of a VIP.
@@ -82,22 +82,20 @@ struct Ports {
 }
 
 impl Translation {
-    /// What a node is to serve: the VIPs that are effective there, with the pods that are there.
+    /// What a node is to serve: every VIP, to announce it or for what others hand on to it. One that somebody else
+    /// announces only where it is said to be effective.
     pub fn desired(&self, node: &str) -> DesiredState {
-        let is_here = |vip: &IpAddr| self.is_effective_on(vip, node);
         let mut state = self.config.state.clone();
-        state.vips.retain(|vip| is_here(&vip.address));
+        for vip in &mut state.vips {
+            vip.candidate = self.is_effective_on(&vip.address, node);
+        }
+        state
+            .vips
+            .retain(|vip| vip.candidate || vip.announce != Announce::External);
+        let here: BTreeSet<IpAddr> = state.vips.iter().map(|vip| vip.address).collect();
         let served = self.served.iter().filter(|served| !served.vips.is_empty());
         for (served, precedence) in served.zip(0..) {
-            let backends = || {
-                let on = |(at, backend): &(Option<String>, BackendSpec)| {
-                    at.as_deref()
-                        .is_none_or(|at| at == node)
-                        .then(|| backend.clone())
-                };
-                served.backends.iter().filter_map(on).collect()
-            };
-            for (vip, ports) in served.vips.iter().filter(|(vip, _)| is_here(vip)) {
+            for (vip, ports) in served.vips.iter().filter(|(vip, _)| here.contains(vip)) {
                 state.services.push(ServiceSpec {
                     name: served.name.clone(),
                     precedence,
@@ -106,14 +104,14 @@ impl Translation {
                     instance_ports: ports.instance.clone(),
                     client_affinity: served.client_affinity,
                     health: None,
-                    backends: backends(),
+                    backends: BackendSpec::behind(*vip, &served.backends),
                 });
             }
         }
         state
     }
 
-    /// Whether a node is to serve a VIP.
+    /// Whether a node may announce a VIP.
     pub fn is_effective_on(&self, vip: &IpAddr, node: &str) -> bool {
         let policy = self.config.policies.get(vip);
         policy.is_some_and(|policy| policy.is_effective_on(node))
@@ -126,21 +124,22 @@ impl Translation {
 
     /// What the data planes of the nodes will not hold, by `namespace/name`.
     pub fn limits(&self) -> BTreeMap<String, BTreeSet<Problem>> {
-        let mut nodes: BTreeSet<&str> = BTreeSet::new();
+        let mut names: BTreeSet<&str> = BTreeSet::new();
         for policy in self.config.policies.values() {
-            nodes.extend(policy.nodes.iter().flatten().map(String::as_str));
+            names.extend(policy.nodes.iter().flatten().map(String::as_str));
         }
-        for served in &self.served {
-            nodes.extend(
-                served
-                    .backends
-                    .iter()
-                    .filter_map(|(node, _)| node.as_deref()),
-            );
+        let backends = self.served.iter().flat_map(|served| &served.backends);
+        names.extend(backends.filter_map(|backend| backend.node.as_deref()));
+        if names.is_empty() {
+            // Nobody is named, and what does not fit does not fit anywhere.
+            names.insert("");
         }
         let mut limits: BTreeMap<String, BTreeSet<Problem>> = BTreeMap::new();
-        for node in nodes {
-            let (_, warnings) = plan::plan(&self.desired(node), &Health::default());
+        for node in names {
+            let state = self.desired(node);
+            // Whether a peer is heard is that node's matter.
+            let nodes = Nodes::all_of(&state, node);
+            let (_, warnings) = plan::plan(&state, &Health::default(), &nodes);
             for warning in warnings {
                 let (service, problem) = match warning {
                     Warning::BackendUnused { service, .. } => (service, Problem::EndpointsUnused),
@@ -152,6 +151,7 @@ impl Translation {
                     }
                     // Decided here before, or not a Service's matter.
                     Warning::UnknownVip { .. }
+                    | Warning::NodeUnknown { .. }
                     | Warning::PortTaken { .. }
                     | Warning::SlotOutOfRange { .. }
                     | Warning::TooManyPasses { .. } => continue,
@@ -265,23 +265,29 @@ fn give_vips(config: &ClusterConfig, candidates: &mut [Candidate<'_>]) {
         used.extend(candidate.vips.iter().copied());
     }
     for candidate in candidates {
-        if candidate.vips.is_empty() && candidate.asks_for().is_none() {
-            let mut free = config.policies.iter().filter(|(vip, policy)| {
-                policy.auto_assign
-                    && policy.namespaces.contain(candidate.namespace)
-                    && !used.contains(*vip)
-            });
-            match free.next() {
-                Some((vip, _)) => {
+        let mut vips: Vec<IpAddr> = candidate.vips.iter().copied().collect();
+        if candidate.asks_for().is_none() {
+            for is_v6 in candidate.versions() {
+                let mut free = config.policies.iter().filter(|(vip, policy)| {
+                    vip.is_ipv6() == is_v6
+                        && policy.auto_assign
+                        && policy.namespaces.contain(candidate.namespace)
+                        && !used.contains(*vip)
+                });
+                let has = vips.iter().any(|vip| vip.is_ipv6() == is_v6);
+                if let Some((vip, _)) = free.next().filter(|_| !has) {
                     used.insert(*vip);
-                    candidate.outcome.assigned = Some(vip.to_string());
+                    vips.push(*vip);
                 }
-                None => candidate.complain(Problem::NoFreeVip {
-                    namespace: candidate.namespace.to_owned(),
-                }),
             }
-        } else if !candidate.vips.is_empty() {
-            let vips: Vec<_> = candidate.vips.iter().map(ToString::to_string).collect();
+            if vips.is_empty() {
+                candidate.complain(Problem::NoFreeVip {
+                    namespace: candidate.namespace.to_owned(),
+                });
+            }
+        }
+        if !vips.is_empty() {
+            let vips: Vec<_> = vips.iter().map(ToString::to_string).collect();
             candidate.outcome.assigned = Some(vips.join(","));
         }
     }
@@ -312,6 +318,16 @@ impl<'a> Candidate<'a> {
             .filter(|text| !text.trim().is_empty())
     }
 
+    /// Versions of IP that it has, its first one first: whether each is 6.
+    fn versions(&self) -> Vec<bool> {
+        let spec = self.service.spec.as_ref();
+        let families = spec.and_then(|spec| spec.ip_families.as_deref());
+        match families {
+            None | Some([]) => vec![false],
+            Some(families) => families.iter().map(|family| family == "IPv6").collect(),
+        }
+    }
+
     /// The VIPs that it asks for or was given.
     fn known_vips(&mut self, config: &ClusterConfig) {
         let may_have = |vip: &IpAddr, namespace: &str| {
@@ -323,7 +339,11 @@ impl<'a> Candidate<'a> {
             .flatten()
             .filter(|vip| may_have(vip, self.namespace));
         let Some(text) = self.asks_for() else {
-            self.vips.extend(kept.next());
+            let kept: Vec<_> = kept.collect();
+            for is_v6 in self.versions() {
+                self.vips
+                    .extend(kept.iter().find(|vip| vip.is_ipv6() == is_v6));
+            }
             return;
         };
         for vip in addresses(text) {
@@ -335,7 +355,6 @@ impl<'a> Candidate<'a> {
                     let namespace = self.namespace.to_owned();
                     self.complain(Problem::VipNotAllowed { vip, namespace });
                 }
-                Ok(vip) if vip.is_ipv6() => self.complain(Problem::VipIpv6 { vip }),
                 Ok(vip) => self.complain(Problem::VipUnknown { vip }),
                 Err(text) => self.complain(Problem::VipInvalid { text }),
             }
@@ -382,7 +401,6 @@ impl<'a> Candidate<'a> {
                 self.complain(Problem::NoTargetPort { port });
             }
         }
-        self.tell_of_other_nodes(config, &endpoints);
         self.tell_of_host_ports(&vips, &endpoints, pods);
         let slots = self.slots(&groups, &endpoints, pods);
         let backends = endpoints.into_iter().map(|(address, endpoint)| {
@@ -395,16 +413,16 @@ impl<'a> Candidate<'a> {
                 let target = endpoint.ports.get(&port.slice_name)?;
                 Some((port.spec.name.clone(), *target))
             });
-            let backend = BackendSpec {
+            BackendSpec {
                 instance,
                 slot: identity.and_then(|identity| slots.get(&identity).copied()),
                 address,
+                node: endpoint.node,
                 uid,
                 ready: endpoint.ready,
                 draining: endpoint.draining,
                 ports: Some(named.collect()),
-            };
-            (endpoint.node, backend)
+            }
         });
         let backends = backends.collect();
         // A Service's status makes kube-proxy take all of its ports at that address from the cluster's own pods, also
@@ -567,31 +585,6 @@ impl<'a> Candidate<'a> {
             }
             is_its_own
         });
-    }
-
-    fn tell_of_other_nodes(
-        &mut self,
-        config: &ClusterConfig,
-        endpoints: &BTreeMap<IpAddr, Endpoint>,
-    ) {
-        let nodes: BTreeSet<&String> = endpoints.values().filter_map(|e| e.node.as_ref()).collect();
-        for vip in self.vips.clone() {
-            let Some(VipPolicy {
-                nodes: Some(served_on),
-                ..
-            }) = config.policies.get(&vip)
-            else {
-                continue;
-            };
-            for node in nodes.iter().filter(|node| !served_on.contains(**node)) {
-                let served_on: Vec<_> = served_on.iter().map(String::as_str).collect();
-                self.complain(Problem::OtherNode {
-                    node: (*node).clone(),
-                    vip,
-                    served_on: served_on.join(", "),
-                });
-            }
-        }
     }
 
     fn tell_of_host_ports(

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use futures::StreamExt as _;
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, PodStatus, Service};
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, PodStatus, Secret, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::runtime::reflector::{self, Store, store::Writer};
 use kube::runtime::watcher::{self, Event, watcher};
@@ -83,7 +83,7 @@ pub(super) struct Watches {
     client: Client,
     resync: Duration,
     status: Arc<Status>,
-    /// Up when Services, slices or pods have changed.
+    /// Up when Services, slices, pods or what is known of the agents have changed.
     pub sign: Arc<Sign>,
     services: Watched<Service>,
     slices: Watched<EndpointSlice>,
@@ -99,7 +99,7 @@ impl Watches {
         let plan = Plan {
             resync,
             status: status.clone(),
-            sign: sign.clone(),
+            signs: vec![sign.clone()],
         };
         let services = plan.watch(Api::all(client.clone()), "Services", &all, |_| {});
         let slices = all.clone().labels(SLICES);
@@ -142,7 +142,7 @@ impl Watches {
             let plan = Plan {
                 resync: self.resync,
                 status: self.status.clone(),
-                sign: self.sign.clone(),
+                signs: vec![self.sign.clone()],
             };
             let config = watcher::Config::default().timeout(WATCH_SECONDS);
             let pods = plan.watch(api, &what, &config, keep_what_matters);
@@ -166,23 +166,44 @@ impl Watches {
     }
 }
 
-/// The Leases in which agents tell what they serve.
+/// The Leases in which agents tell what they serve and where they are.
 pub(super) fn agent_leases(
     client: &Client,
     namespace: &str,
     status: &Arc<Status>,
-) -> (Watched<Lease>, Arc<Sign>) {
-    let sign = Arc::new(Sign::default());
+    signs: Vec<Arc<Sign>>,
+) -> Watched<Lease> {
     let plan = Plan {
         resync: RESYNC,
         status: status.clone(),
-        sign: sign.clone(),
+        signs,
     };
     let config = watcher::Config::default()
         .timeout(WATCH_SECONDS)
         .labels(AGENT_LEASES);
     let api = Api::namespaced(client.clone(), namespace);
-    (plan.watch(api, "Leases of agents", &config, |_| {}), sign)
+    plan.watch(api, "Leases of agents", &config, |_| {})
+}
+
+/// The one Secret of that name.
+pub(super) fn secret(
+    client: &Client,
+    namespace: &str,
+    name: &str,
+    status: &Arc<Status>,
+    sign: &Arc<Sign>,
+) -> Watched<Secret> {
+    let plan = Plan {
+        resync: RESYNC,
+        status: status.clone(),
+        signs: vec![sign.clone()],
+    };
+    // The right to read is for this name alone, and so must the question be.
+    let config = watcher::Config::default()
+        .timeout(WATCH_SECONDS)
+        .fields(&format!("metadata.name={name}"));
+    let api = Api::namespaced(client.clone(), namespace);
+    plan.watch(api, &format!("Secret {name}"), &config, |_| {})
 }
 
 /// Of a pod, what the translation reads. The rest would be most of an agent's memory.
@@ -210,7 +231,7 @@ fn keep_what_matters(pod: &mut Pod) {
 struct Plan {
     resync: Duration,
     status: Arc<Status>,
-    sign: Arc<Sign>,
+    signs: Vec<Arc<Sign>>,
 }
 
 /// Objects of one kind that are kept up to date until this is dropped.
@@ -225,6 +246,18 @@ impl<K: Resource<DynamicType = ()> + 'static> Drop for Watched<K> {
     fn drop(&mut self) {
         self.task.abort();
         self.status.end(&self.what);
+    }
+}
+
+impl<K: Resource<DynamicType = ()> + Clone + 'static> Watched<K> {
+    /// What it is called in [`Status`].
+    pub fn what(&self) -> &str {
+        &self.what
+    }
+
+    /// Whether all has been read once.
+    pub fn has_synced(&self) -> bool {
+        self.status.has_synced(std::slice::from_ref(&self.what))
     }
 }
 
@@ -249,7 +282,7 @@ impl Plan {
             writer,
             resync: self.resync,
             status: self.status.clone(),
-            sign: self.sign.clone(),
+            signs: self.signs.clone(),
         });
         Watched {
             what: what.to_owned(),
@@ -268,7 +301,7 @@ struct Follow<K: Resource<DynamicType = ()> + Clone + 'static> {
     writer: Writer<K>,
     resync: Duration,
     status: Arc<Status>,
-    sign: Arc<Sign>,
+    signs: Vec<Arc<Sign>>,
 }
 
 /// Lists and watches for ever. A list is a consistent read, never one of an API server's older past, as
@@ -305,11 +338,11 @@ where
                                 info!("{what}: read again");
                             }
                             follow.status.synced(&what);
-                            follow.sign.raise();
+                            follow.signs.iter().for_each(|sign| sign.raise());
                         }
                         Event::Apply(_) | Event::Delete(_) => {
                             follow.status.event();
-                            follow.sign.raise();
+                            follow.signs.iter().for_each(|sign| sign.raise());
                         }
                     }
                 }

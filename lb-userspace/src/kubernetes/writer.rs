@@ -52,7 +52,7 @@ pub(super) struct Writer {
     pub published: watch::Receiver<Option<Arc<Published>>>,
     /// Until when this agent may write.
     pub leads_until: watch::Receiver<Option<Instant>>,
-    pub agents: Watched<Lease>,
+    pub agents: Arc<Watched<Lease>>,
     pub agents_sign: Arc<Sign>,
     pub teller: Teller,
     /// Versions that a patch of ours has already replaced, by `namespace/name`.
@@ -66,7 +66,7 @@ impl Writer {
         node: &str,
         published: watch::Receiver<Option<Arc<Published>>>,
         leads_until: watch::Receiver<Option<Instant>>,
-        (agents, agents_sign): (Watched<Lease>, Arc<Sign>),
+        (agents, agents_sign): (Arc<Watched<Lease>>, Arc<Sign>),
     ) -> Self {
         Self {
             teller: Teller::new(client.clone(), node.to_owned()),

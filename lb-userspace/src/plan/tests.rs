@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::desired::{Announce, InstancePorts, PassSpec, PortSpec, Refuse, VipSpec};
+use crate::tables::PeerLink;
 
 const VIP: IpAddr = IpAddr::V4(Ipv4Addr::new(172, 22, 0, 2));
 
@@ -11,6 +12,7 @@ fn vip(address: IpAddr) -> VipSpec {
     VipSpec {
         address,
         announce: Announce::Always,
+        candidate: true,
         refuse: Refuse::Reject,
         pass: vec![],
     }
@@ -25,6 +27,7 @@ fn backend(number: u8) -> BackendSpec {
         instance: format!("ironic-{number:02}"),
         slot: Some(number.into()),
         address: pod(number),
+        node: None,
         uid: String::new(),
         ready: true,
         draining: false,
@@ -68,6 +71,7 @@ fn state(services: Vec<ServiceSpec>) -> DesiredState {
         uplinks: vec![],
         vips: vec![vip(VIP)],
         services,
+        peers: None,
     }
 }
 
@@ -87,7 +91,11 @@ fn messages(warnings: &[Warning]) -> Vec<String> {
 
 #[test]
 fn shared_ports_lead_to_all_and_instance_ports_to_one() {
-    let (tables, warnings) = plan(&state(vec![ironic(2)]), &Health::default());
+    let (tables, warnings) = plan(
+        &state(vec![ironic(2)]),
+        &Health::default(),
+        &Nodes::default(),
+    );
     assert_eq!(warnings, []);
     let ports: Vec<_> = tables.ports.keys().map(|(_, port)| *port).collect();
     // Slots 2 to 31 have no backend: no row, so the data plane refuses them.
@@ -118,7 +126,7 @@ fn a_backend_that_is_not_ready_stays_without_being_eligible() {
     health.set("another service", pod(2), false);
     let wanted = state(vec![service]);
 
-    let (tables, _) = plan(&wanted, &health);
+    let (tables, _) = plan(&wanted, &health, &Nodes::default());
     assert_eq!(
         leads_to(&tables, 6385),
         ["!ironic-00:6385", "!ironic-01:6385", "ironic-02:6385"]
@@ -129,7 +137,7 @@ fn a_backend_that_is_not_ready_stays_without_being_eligible() {
     assert!(health.set("ironic", pod(1), true));
     // A check cannot make ready what the source says is not.
     health.set("ironic", pod(0), true);
-    let (tables, _) = plan(&wanted, &health);
+    let (tables, _) = plan(&wanted, &health, &Nodes::default());
     assert_eq!(
         leads_to(&tables, 6385),
         ["!ironic-00:6385", "ironic-01:6385", "ironic-02:6385"]
@@ -157,7 +165,7 @@ fn draining_backends_serve_where_nobody_is_ready() {
             (backend.ready, backend.draining) = (ready, draining);
             backend.slot = Some(3);
         }
-        let (tables, warnings) = plan(&state(vec![service]), &Health::default());
+        let (tables, warnings) = plan(&state(vec![service]), &Health::default(), &Nodes::default());
         assert_eq!(warnings, []);
         let eligible = |port| -> Vec<String> {
             let all = leads_to(&tables, port);
@@ -179,13 +187,13 @@ fn a_drain_helps_no_backend_whose_checks_fail() {
     let mut health = Health::default();
     health.set("ironic", pod(1), false);
     let wanted = state(vec![service]);
-    let (tables, _) = plan(&wanted, &health);
+    let (tables, _) = plan(&wanted, &health, &Nodes::default());
     assert_eq!(
         leads_to(&tables, 6385),
         ["ironic-00:6385", "!ironic-01:6385"]
     );
     health.set("ironic", pod(0), false);
-    let (tables, _) = plan(&wanted, &health);
+    let (tables, _) = plan(&wanted, &health, &Nodes::default());
     assert_eq!(
         leads_to(&tables, 6385),
         ["!ironic-00:6385", "!ironic-01:6385"]
@@ -197,7 +205,7 @@ fn a_backend_with_ports_of_its_own_has_no_others() {
     let mut service = ironic(3);
     service.backends[0].ports = Some(BTreeMap::from([("api".into(), 7385)]));
     service.backends[1].ports = Some(BTreeMap::from([("images".into(), 7180)]));
-    let (tables, warnings) = plan(&state(vec![service]), &Health::default());
+    let (tables, warnings) = plan(&state(vec![service]), &Health::default(), &Nodes::default());
     assert_eq!(warnings, []);
     assert_eq!(
         leads_to(&tables, 6385),
@@ -213,7 +221,11 @@ fn a_backend_with_ports_of_its_own_has_no_others() {
 
 #[test]
 fn a_service_without_backends_keeps_its_shared_ports() {
-    let (tables, warnings) = plan(&state(vec![ironic(0)]), &Health::default());
+    let (tables, warnings) = plan(
+        &state(vec![ironic(0)]),
+        &Health::default(),
+        &Nodes::default(),
+    );
     assert_eq!(warnings, []);
     assert_eq!(tables.ports.len(), 2);
     assert!(leads_to(&tables, 6385).is_empty());
@@ -224,7 +236,7 @@ fn backend_65_and_later_are_unused_by_order_of_instance() {
     let mut service = ironic(66);
     service.instance_ports = vec![range("images", 7000, 7100)];
     service.backends.reverse();
-    let (tables, warnings) = plan(&state(vec![service]), &Health::default());
+    let (tables, warnings) = plan(&state(vec![service]), &Health::default(), &Nodes::default());
     let rows = leads_to(&tables, 6385);
     assert_eq!(rows.len(), MAX_BACKENDS_PER_PORT);
     assert_eq!(rows[63], "ironic-63:6385");
@@ -245,7 +257,7 @@ fn the_ninth_vip_port_to_one_pod_port_loses() {
         .map(|at| port(&format!("p{at}"), 9000 - at, 80))
         .collect();
     service.instance_ports = vec![];
-    let (tables, warnings) = plan(&state(vec![service]), &Health::default());
+    let (tables, warnings) = plan(&state(vec![service]), &Health::default(), &Nodes::default());
     assert_eq!(leads_to(&tables, 8992), ["ironic-00:80"]);
     assert_eq!(leads_to(&tables, 8999), ["ironic-00:80"]);
     assert!(leads_to(&tables, 9000).is_empty());
@@ -264,7 +276,11 @@ fn a_port_that_two_services_want_stays_with_the_first_by_name() {
     late.name = "zinc".into();
     late.backends[0].address = pod(200);
     late.ports.push(port("metrics", 9608, 9608));
-    let (tables, warnings) = plan(&state(vec![late, ironic(1)]), &Health::default());
+    let (tables, warnings) = plan(
+        &state(vec![late, ironic(1)]),
+        &Health::default(),
+        &Nodes::default(),
+    );
     assert_eq!(tables.ports[&(VIP, 6385)].service, "ironic");
     assert_eq!(tables.ports[&(VIP, 9608)].service, "zinc");
     assert!(
@@ -288,7 +304,7 @@ fn ranges_that_do_not_fit_lose_alone() {
         slot: None,
         ..backend(10)
     });
-    let (tables, warnings) = plan(&state(vec![service]), &Health::default());
+    let (tables, warnings) = plan(&state(vec![service]), &Health::default(), &Nodes::default());
     let ports: Vec<_> = tables.ports.keys().map(|(_, port)| *port).collect();
     assert_eq!(ports, [6180, 6200, 6385]);
     assert_eq!(leads_to(&tables, 6200), ["ironic-00:8080"]);
@@ -305,7 +321,7 @@ fn ranges_that_do_not_fit_lose_alone() {
 fn a_service_on_a_foreign_vip_is_not_served() {
     let mut service = ironic(1);
     service.vip = pod(99);
-    let (tables, warnings) = plan(&state(vec![service]), &Health::default());
+    let (tables, warnings) = plan(&state(vec![service]), &Health::default(), &Nodes::default());
     assert!(tables.ports.is_empty());
     assert_eq!(
         messages(&warnings),
@@ -319,7 +335,7 @@ fn pass_is_sorted_once_each_and_bounded() {
     wanted.vips[0].pass = [9, 3, 3, 5, 1, 2, 4, 8, 7, 6]
         .map(|port| PassSpec { protocol: 17, port })
         .into();
-    let (tables, warnings) = plan(&wanted, &Health::default());
+    let (tables, warnings) = plan(&wanted, &Health::default(), &Nodes::default());
     let ports: Vec<_> = tables.vips[&VIP].pass.iter().map(|p| p.port).collect();
     assert_eq!(ports, [1, 2, 3, 4, 5, 6, 7, 8]);
     assert_eq!(warnings, [Warning::TooManyPasses { vip: VIP }]);
@@ -333,7 +349,7 @@ fn ports_beyond_the_maps_lose_in_order() {
         .rev()
         .map(|at| port(&format!("p{at}"), 1000 + at, 1000 + at))
         .collect();
-    let (tables, warnings) = plan(&state(vec![service]), &Health::default());
+    let (tables, warnings) = plan(&state(vec![service]), &Health::default(), &Nodes::default());
     assert_eq!(tables.ports.len(), MAX_PORTS as usize);
     let beyond = 1000 + MAX_PORTS as u16;
     assert!(!tables.ports.contains_key(&(VIP, beyond)));
@@ -367,6 +383,7 @@ fn any_state() -> impl Strategy<Value = DesiredState> {
                     ..vip([172, 22, 0, number].into())
                 })
                 .collect(),
+            peers: None,
             services: services
                 .into_iter()
                 .map(
@@ -408,6 +425,7 @@ fn shuffled_pairs() -> impl Strategy<Value = (DesiredState, DesiredState)> {
             uplinks,
             vips,
             services,
+            peers,
         } = state.clone();
         let services: Vec<_> = services
             .into_iter()
@@ -440,6 +458,7 @@ fn shuffled_pairs() -> impl Strategy<Value = (DesiredState, DesiredState)> {
                 uplinks: uplinks.clone(),
                 vips,
                 services,
+                peers: peers.clone(),
             };
             (other.clone(), shuffled)
         })
@@ -450,14 +469,14 @@ proptest! {
     #[test]
     fn the_order_of_lists_means_nothing((state, shuffled) in shuffled_pairs()) {
         prop_assert_eq!(
-            plan(&state, &Health::default()),
-            plan(&shuffled, &Health::default())
+            plan(&state, &Health::default(), &Nodes::default()),
+            plan(&shuffled, &Health::default(), &Nodes::default())
         );
     }
 
     #[test]
     fn whatever_is_wanted_the_tables_keep_the_limits_of_the_data_plane(state in any_state()) {
-        let (tables, _) = plan(&state, &Health::default());
+        let (tables, _) = plan(&state, &Health::default(), &Nodes::default());
         let mut leading: BTreeMap<_, usize> = BTreeMap::new();
         for ((vip, _), row) in &tables.ports {
             prop_assert!(tables.vips.contains_key(vip));
@@ -485,7 +504,11 @@ fn of_many_warnings_of_a_kind_ten_are_told() {
     let mut other = ironic(0);
     other.name = "other".into();
     other.instance_ports.clear();
-    let (_, warnings) = plan(&state(vec![service, other]), &Health::default());
+    let (_, warnings) = plan(
+        &state(vec![service, other]),
+        &Health::default(),
+        &Nodes::default(),
+    );
     assert_eq!(warnings.len(), 18, "{warnings:?}");
     let told = sentences(&warnings);
     assert_eq!(told.len(), 13, "{told:#?}");
@@ -535,10 +558,48 @@ fn a_backend_too_many_loses_and_not_one_that_serves() {
         ..backend(number)
     };
     service.backends = (0..65).map(named).collect();
-    let (tables, warnings) = plan(&state(vec![service]), &Health::default());
+    let (tables, warnings) = plan(&state(vec![service]), &Health::default(), &Nodes::default());
     assert_eq!(
         messages(&warnings),
         ["service ironic: ironic-64 is unused; at most 64 backends a service"]
     );
     assert_eq!(leads_to(&tables, 6385)[10], "ironic-10:6385");
+}
+
+#[test]
+fn an_address_that_a_node_has_lost_still_names_it_until_another_has_it() {
+    let lost: IpAddr = "172.22.0.13".parse().expect("valid");
+    let backend = |node: IpAddr| BackendSpec {
+        instance: "ironic-0".into(),
+        slot: None,
+        address: "10.244.0.11".parse().expect("valid"),
+        node: Some(node.to_string()),
+        uid: String::new(),
+        ready: true,
+        draining: false,
+        ports: None,
+    };
+    let mut nodes = Nodes {
+        name: "here".into(),
+        addresses: BTreeSet::from([lost]),
+        ..Nodes::default()
+    };
+    nodes.remember();
+    nodes.addresses.clear();
+    nodes.remember();
+    assert!(nodes.is_here(&backend(lost)));
+    let link = PeerLink {
+        mac: [2; 6],
+        addresses: vec![lost],
+    };
+    let peer = PeerRow {
+        links: BTreeMap::from([(0, link)]),
+        ..PeerRow::default()
+    };
+    nodes.peers.insert("there".into(), peer);
+    nodes.remember();
+    assert!(!nodes.is_here(&backend(lost)));
+    nodes.peers.get_mut("there").expect("above").links.clear();
+    nodes.remember();
+    assert!(!nodes.is_here(&backend(lost)), "it was there last");
 }

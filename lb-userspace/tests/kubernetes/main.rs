@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use api::{NAMESPACE, PATIENCE, Server};
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::Service;
+use k8s_openapi::api::core::v1::{Secret, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use k8s_openapi::api::events::v1::Event;
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
 use kube::{Api, Client};
-use node::{LEASE, Maps, Node, leads_to};
+use node::{LEASE, Maps, Node, known, leads_to, parsed, source};
 use serde_json::{Value, json};
 
 /// No kubelet runs that would give pods the addresses of their endpoints.
@@ -22,8 +22,8 @@ apiVersion: ironlb.dev/v1
 kubernetes: {endpointsWithoutPods: true}
 uplinks: [{subnet: 172.22.0.0/24}]
 vips:
-  - {address: 172.22.0.2, nodes: [node-a], namespaces: [metal3]}
-  - {address: 172.22.0.3, nodes: [node-a], namespaces: [metal3], autoAssign: true}
+  - {address: 172.22.0.2, namespaces: [metal3]}
+  - {address: 172.22.0.3, namespaces: [metal3], autoAssign: true}
 "#;
 const VIP: &str = "172.22.0.2";
 const SLOTS: &str = "ironlb.dev/instance-slots";
@@ -311,9 +311,10 @@ async fn slots_are_written_once_and_outlive_agents_and_pods() {
     let slots: Value =
         serde_json::from_str(annotation(&ironic, SLOTS).expect("slots")).expect("JSON");
     assert_eq!(slots, json!({"ironic-a": 0, "ironic-b": 1, "ironic-c": 2}));
-    assert!(
-        b.tables().ports.is_empty(),
-        "the VIP is not effective there"
+    assert_eq!(
+        leads_to(&b.tables(), VIP, 6200),
+        one("ironic-a"),
+        "every node serves"
     );
 
     // The writer dies without a word: within the Lease's time the other writes.
@@ -554,4 +555,164 @@ async fn endpoint_changes_are_planned_soon_after_the_watch_event() {
     assert!(latency.count >= 50, "{latency:?}");
     assert!(mean < Duration::from_millis(100), "{latency:?}");
     node.stop().await;
+}
+
+/// The Secret's key, as it is.
+async fn secret(client: &Client) -> Option<(String, String)> {
+    let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
+    let secret = secrets.get_opt("ironlb-peers").await.expect("an answer")?;
+    let data = secret.data.expect("data");
+    let key = String::from_utf8(data["key"].0.clone()).expect("text");
+    Some((secret.metadata.uid.expect("a UID"), key))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn agents_find_each_other_and_share_one_key_which_is_followed() {
+    let Some(server) = Server::start().await else {
+        return;
+    };
+    let client = server.admin();
+    let (mut a, mut b) = tokio::join!(
+        Node::start(&server, "node-a", CONFIG, Maps::Written),
+        Node::start(&server, "node-b", CONFIG, Maps::Written),
+    );
+    a.knows("a key", |key, _| key.len() == 1).await;
+    b.knows("a key", |key, _| key.len() == 1).await;
+    let (uid, first) = secret(&client).await.expect("the Secret");
+    assert!(first.len() >= 32, "{first}");
+    assert_eq!(
+        (a.peers().0, b.peers().0),
+        (vec![first.clone()], vec![first.clone()])
+    );
+
+    a.moves_to(&["172.22.0.11"]);
+    b.moves_to(&["172.22.0.12", "2001:db8::12"]);
+    let all = parsed(&["172.22.0.11", "172.22.0.12", "2001:db8::12"]);
+    a.knows("all addresses", |_, addresses| *addresses == all)
+        .await;
+    b.knows("all addresses", |_, addresses| *addresses == all)
+        .await;
+    // One that is renumbered.
+    b.moves_to(&["172.22.0.13"]);
+    let all = parsed(&["172.22.0.11", "172.22.0.13"]);
+    a.knows("the new address", |_, addresses| *addresses == all)
+        .await;
+
+    // Rotation: the new one is accepted before it signs, then it signs, then the old one goes.
+    let second = "a second key that is long enough for this";
+    for lines in [vec![&first[..], second], vec![second, &first], vec![second]] {
+        let patch = json!({"stringData": {"key": lines.join("\n")}});
+        let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
+        secrets
+            .patch(
+                "ironlb-peers",
+                &PatchParams::default(),
+                &Patch::Merge(patch),
+            )
+            .await
+            .expect("edited");
+        let begun = Instant::now();
+        a.knows("the key of now", |key, _| key == lines).await;
+        b.knows("the key of now", |key, _| key == lines).await;
+        assert!(
+            begun.elapsed() < Duration::from_secs(5),
+            "{:?}",
+            begun.elapsed()
+        );
+    }
+    assert_eq!(
+        secret(&client).await,
+        Some((uid.clone(), second.to_owned()))
+    );
+
+    // One that is deleted by mistake comes back as it was.
+    let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
+    secrets
+        .delete("ironlb-peers", &DeleteParams::default())
+        .await
+        .expect("deleted");
+    let begun = Instant::now();
+    let again = loop {
+        match secret(&client).await {
+            Some(again) if again.0 != uid => break again,
+            _ => tokio::time::sleep(Duration::from_millis(50)).await,
+        }
+        assert!(begun.elapsed() < PATIENCE, "the Secret is not made again");
+    };
+    assert_eq!(again.1, second);
+    assert_eq!(
+        (a.peers().0, b.peers().0),
+        (vec![second.to_owned()], vec![second.to_owned()])
+    );
+
+    // An agent that is silent is still a peer; one whose Lease is removed is none.
+    b.kill().await;
+    tokio::time::sleep(LEASE + A_WHILE).await;
+    assert_eq!(a.peers().1, all);
+    let leases: Api<Lease> = Api::namespaced(client, NAMESPACE);
+    leases
+        .delete("ironlb-agent-node-b", &DeleteParams::default())
+        .await
+        .expect("deleted");
+    let left = parsed(&["172.22.0.11"]);
+    a.knows("node-b is gone", |_, addresses| *addresses == left)
+        .await;
+    a.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_the_api_an_agent_starts_with_the_peers_that_it_remembers() {
+    let Some(mut server) = Server::start().await else {
+        return;
+    };
+    server
+        .apply(service("metal3/ironic", asks(VIP), json!({})))
+        .await;
+    server.apply(slice("a", &[("ironic-0", 10)])).await;
+    let mut node = Node::start(&server, "node-a", CONFIG, Maps::Written).await;
+    node.moves_to(&["172.22.0.11"]);
+    let own = parsed(&["172.22.0.11"]);
+    node.knows("itself", |key, addresses| {
+        !key.is_empty() && *addresses == own
+    })
+    .await;
+    let (key, addresses) = node.peers();
+    let new = tempfile::tempdir().expect("a folder");
+    let (kept, file) = (new.path().join("kept"), "state/peers.json");
+    std::fs::create_dir_all(kept.join("state")).expect("a folder");
+    std::fs::copy(node.folder().join(file), kept.join(file)).expect("it is written");
+    server.stop_apiserver();
+    node.kill().await;
+
+    let mut again = source(&server, "node-a", CONFIG, &kept).await;
+    let state = again.meanwhile().expect("it remembers");
+    assert_eq!(known(state.peers.as_ref()), (key.clone(), addresses));
+    assert_eq!(state.services, vec![]);
+    assert_eq!((state.vips.len(), state.uplinks.len()), (2, 1));
+    assert!(state.vips.iter().all(|vip| vip.candidate));
+    tokio::time::sleep(A_WHILE).await;
+    assert_eq!(
+        again.news().expect("the file is good"),
+        None,
+        "the API is away"
+    );
+
+    // With the API come the Services, and the peers stay the same.
+    server.start_apiserver().await;
+    let begun = Instant::now();
+    let state = loop {
+        let _ = tokio::time::timeout(PATIENCE, again.changed()).await;
+        match again.news().expect("the file is good") {
+            Some(state) => break state,
+            None => assert!(begun.elapsed() < PATIENCE, "no state"),
+        }
+    };
+    assert_eq!(state.services.len(), 1);
+    assert_eq!(known(state.peers.as_ref()).0, key);
+    again.stop().await;
+
+    // Who remembers nothing has no business in an election.
+    let mut nobody = source(&server, "node-b", CONFIG, new.path()).await;
+    assert_eq!(nobody.meanwhile(), None);
+    nobody.stop().await;
 }

@@ -2,16 +2,17 @@
 //!
 //! Every line that begins with `ok` has been checked; one that begins with `FAILED` makes the exit code 1.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::{Command, ExitCode};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use clap::Parser;
 use ironlb_tests::{
-    API_PORT, Agent, Host, IMAGE_PORT, Image, Kept, Laboratory, Node, RPC_PORT, Report, VIP, down,
-    heads, ironlb, kept, run, sweep, wait_until,
+    API_PORT, Agent, Download, Fleet, Host, IMAGE_PORT, Image, Kept, Laboratory, Neighbour, Node,
+    Outcome, Prober, RPC_PORT, Report, VIP, VIP6, down, heads, ironlb, kept, run, sweep,
+    wait_until,
 };
 use serde_json::Value;
 
@@ -111,7 +112,9 @@ fn show(keep: bool) -> Result<u32> {
     .context("download from a pod without ironlb")?;
 
     report.part("The agent loads the programs and serves");
-    let mut agent = Agent::start(node, &laboratory.config("native"))?;
+    let mut config = laboratory.config("native");
+    laboratory.with_ipv6(&mut config);
+    let mut agent = Agent::start(node, &config)?;
     report.check(
         attached_natively(node)?,
         "the XDP program runs in the driver of node0's provisioning NIC (native mode)",
@@ -119,6 +122,7 @@ fn show(keep: bool) -> Result<u32> {
 
     spread(&mut report, host, node)?;
     instances(&mut report, host, node)?;
+    over_ipv6(&mut report, host, node)?;
     refusal(&mut report, host, node)?;
     download(&mut report, &laboratory, host, &direct)?;
     agent = kill_agent(&mut report, &laboratory, host, node, agent)?;
@@ -131,11 +135,100 @@ fn show(keep: bool) -> Result<u32> {
     } else {
         drop(agent);
         drop(laboratory);
+        failover(&mut report)?;
         println!(
-            "\nThe laboratory is removed. To keep one and play with it: cargo xtask demo --keep"
+            "\nThe laboratories are removed. To keep the first one and play with it: cargo xtask demo --keep"
         );
     }
     Ok(report.failed)
+}
+
+/// Three nodes that share the VIP: the one that announces it goes in the middle of downloads.
+fn failover(report: &mut Report) -> Result<()> {
+    const NODES: usize = 3;
+    /// Twelve seconds for 48 MiB.
+    const IMAGE_MIB: u32 = 48;
+    const RATE: &str = "4m";
+    report.part("Three nodes with a pod each share the VIP: the announcer's agent is killed, and the next one stopped");
+    let laboratory = Laboratory::builder()
+        .nodes_with_pods(NODES, 1)
+        .image_mib(IMAGE_MIB)
+        .build()?;
+    let config = laboratory.config_elected("tc")?;
+    let mut fleet = Fleet::start(laboratory, &config)?;
+    let first = fleet.wait_for_holder(Duration::from_secs(10))?;
+    println!("          node{first} announces {VIP}; a download begins from the pod of each node");
+    let sha256 = fleet.lab.image.sha256.clone();
+    let host = fleet.lab.hosts[0].namespace.clone();
+    let pods = fleet.lab.nodes.iter().flat_map(|node| &node.pods);
+    let downloads = pods.map(|pod| {
+        let url = format!(
+            "http://{VIP}:{}{}?rate={RATE}",
+            pod.instance_port(),
+            Image::URL_PATH
+        );
+        Download::start(&host, &url, &[], Duration::from_secs(60))
+    });
+    let mut downloads = downloads.collect::<Result<Vec<_>>>()?;
+    let prober = Prober::start(
+        &fleet.lab.hosts[1].namespace,
+        (VIP, API_PORT),
+        "/",
+        Neighbour::Cold,
+    );
+    std::thread::sleep(Duration::from_secs(1));
+    let killed = Instant::now();
+    fleet.kill(first)?;
+    let second = fleet.wait_for_successor(first, Duration::from_secs(5))?;
+    report.check(
+        second != first,
+        &format!(
+            "node{first}'s agent killed (SIGKILL): node{second} answers for {VIP} {:.1?} later",
+            killed.elapsed()
+        ),
+    );
+    fleet.launch(first)?;
+    std::thread::sleep(Duration::from_secs(1));
+    let stopped = Instant::now();
+    fleet.stop(second)?;
+    let third = fleet.wait_for_successor(second, Duration::from_secs(5))?;
+    report.check(
+        third != second,
+        &format!(
+            "node{second}'s agent stopped (SIGTERM): node{third} has taken {VIP} within {:.1?}",
+            stopped.elapsed()
+        ),
+    );
+    std::thread::sleep(Duration::from_secs(1));
+    let attempts = prober.finish()?;
+    let dark = attempts
+        .iter()
+        .filter(|attempt| attempt.failure.is_some() && attempt.at < stopped)
+        .map(|attempt| attempt.at.saturating_duration_since(killed))
+        .max()
+        .unwrap_or_default();
+    report.check(
+        dark < Duration::from_millis(1500),
+        &format!("after the kill new connections failed for {dark:.1?} at most, the hosts asking anew each time"),
+    );
+    let lost = attempts.iter();
+    let lost = lost.filter(|attempt| attempt.at >= stopped && attempt.failure.is_some());
+    let lost = lost.count();
+    report.check(
+        lost == 0,
+        &format!("of the connections tried every 50 ms around the stop {lost} failed"),
+    );
+    for download in &mut downloads {
+        let end = download.end(&sha256)?;
+        report.check(
+            end.outcome == Outcome::Whole,
+            &format!(
+                "the download from {} is whole, its checksum right: {:?}",
+                end.instance, end.outcome
+            ),
+        );
+    }
+    Ok(())
 }
 
 /// Whether the node's uplink has an XDP program in its driver.
@@ -245,6 +338,42 @@ fn instances(report: &mut Report, host: &Host, node: &Node) -> Result<()> {
     Ok(())
 }
 
+/// The same ports over IPv6.
+fn over_ipv6(report: &mut Report, host: &Host, node: &Node) -> Result<()> {
+    report.part(&format!("The same over IPv6, at [{VIP6}]"));
+    let mut answered = BTreeSet::new();
+    for _ in 0..30 {
+        let answer = curl(host, &[&format!("http://[{VIP6}]:{API_PORT}/v1")])?;
+        let answer: Value = serde_json::from_str(&answer).context("the API's JSON")?;
+        let client = answer["client"].as_str().unwrap_or_default();
+        ensure!(
+            client == host.address6.to_string(),
+            "a pod saw the client as {client}"
+        );
+        let instance = answer["instance"].as_str().unwrap_or_default();
+        answered.insert(instance.to_owned());
+    }
+    report.check(
+        answered.len() == node.pods.len(),
+        &format!(
+            "30 connections, {} instances answered and saw {}",
+            answered.len(),
+            host.address6
+        ),
+    );
+    let pod = &node.pods[0];
+    let url = format!("http://[{VIP6}]:{}{}", pod.instance_port(), pod.own_path());
+    let codes = heads(&host.namespace, &url, 20)?;
+    let good = codes.iter().filter(|code| *code == "200").count();
+    report.check(
+        good == 20,
+        &format!("[{VIP6}]:{} → {good} of 20 are 200", pod.instance_port()),
+    );
+    let ping = ["ping", "-n", "-c", "1", "-w", "3", &VIP6.to_string()];
+    report.check(host.namespace.exec(ping).is_ok(), "the VIP answers a ping");
+    Ok(())
+}
+
 /// A port that is not configured is refused at once, and not reachable around the VIP either.
 fn refusal(report: &mut Report, host: &Host, node: &Node) -> Result<()> {
     /// curl's exit code for a refused connection.
@@ -286,13 +415,13 @@ fn refusal(report: &mut Report, host: &Host, node: &Node) -> Result<()> {
 }
 
 /// A download that was measured.
-struct Download {
+struct Measured {
     mib_per_second: f64,
     sha256: String,
 }
 
 /// Downloads the common image: once to a file, for its sum, and a few times to nowhere, for the speed.
-fn best_download(laboratory: &Laboratory, host: &Host, server: &str) -> Result<Download> {
+fn best_download(laboratory: &Laboratory, host: &Host, server: &str) -> Result<Measured> {
     let url = format!("http://{server}{}", Image::URL_PATH);
     let file = laboratory.directory().join("download.img");
     curl(host, &["--fail", "--output", path(&file)?, &url])?;
@@ -317,7 +446,7 @@ fn best_download(laboratory: &Laboratory, host: &Host, server: &str) -> Result<D
             .with_context(|| format!("curl's speed is {said}"))?;
         best = best.max(speed / f64::from(1 << 20));
     }
-    Ok(Download {
+    Ok(Measured {
         mib_per_second: best,
         sha256,
     })
@@ -338,7 +467,7 @@ fn download(
     report: &mut Report,
     laboratory: &Laboratory,
     host: &Host,
-    direct: &Download,
+    direct: &Measured,
 ) -> Result<()> {
     report.part(&format!("A download of {IMAGE_MIB} MiB"));
     let through = best_download(laboratory, host, &format!("{VIP}:{IMAGE_PORT}"))?;

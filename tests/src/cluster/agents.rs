@@ -8,12 +8,17 @@ use ironlb::dataplane::read::Reader;
 use serde_json::json;
 
 use super::{Cluster, ClusterNode};
+use crate::command::wait_until;
+use crate::laboratory::VIP;
 use crate::maps::Maps;
 
 /// Namespace of the agents.
 pub const AGENTS: &str = "ironlb";
 /// Where the agents pin, on their nodes.
 const PINS: &str = "sys/fs/bpf/ironlb";
+
+/// How long agents may take to agree on a machine that does much else.
+const ELECTION: Duration = Duration::from_secs(60);
 
 /// A kustomization for the test cluster: `ironlb`, `ironic`, …
 pub fn overlay(name: &str) -> PathBuf {
@@ -95,6 +100,27 @@ impl Cluster {
                     said.unwrap_or_else(|error| format!("{error:#}"))
                 )
             })
+    }
+
+    /// Waits until exactly one node answers for the VIP, and returns it.
+    ///
+    /// # Errors
+    /// When it is not so in a minute.
+    pub fn announcing(&self) -> Result<&ClusterNode> {
+        let mut answering = Vec::new();
+        let waited = wait_until("one node announces the VIP", ELECTION, || {
+            answering.clear();
+            for node in &self.nodes {
+                let vips = node.reader()?.vips()?;
+                if vips.iter().any(|vip| vip.address == VIP && vip.answering) {
+                    answering.push(node);
+                }
+            }
+            Ok(answering.len() == 1)
+        });
+        let names: Vec<_> = answering.iter().map(|node| &node.name).collect();
+        waited.with_context(|| format!("it is announced by {names:?}"))?;
+        answering.pop().context("nobody announces the VIP")
     }
 
     /// Name of the agent's pod on a node.

@@ -140,13 +140,11 @@ impl ControlPlane {
         Ok(())
     }
 
-    /// Starts controller manager and scheduler. If they run already, anew: after an outage they would wait for up
-    /// to a minute before they look at the API again.
+    /// Starts controller manager and scheduler.
     ///
     /// # Errors
     /// When they cannot be started.
     pub(crate) fn start_controllers(&mut self) -> Result<()> {
-        self.controllers.clear();
         self.controllers = vec![
             self.component(
                 "kube-controller-manager",
@@ -164,11 +162,14 @@ impl ControlPlane {
         Ok(())
     }
 
-    /// Ends the API server at once: a SIGTERM would first wait up to a minute for watches to end.
+    /// Ends the API server at once: a SIGTERM would first wait up to a minute for watches to end. Controller manager
+    /// and scheduler end too: where several stand for election they do so by themselves when the API is away. One that
+    /// lived on would, for want of Leases, call every node not ready with its first word to the new API server.
     ///
     /// # Errors
     /// When the kernel refuses.
     pub(crate) fn stop_apiserver(&mut self) -> Result<()> {
+        self.controllers.clear();
         match self.apiserver.take() {
             Some(mut apiserver) => apiserver.kill(),
             None => Ok(()),

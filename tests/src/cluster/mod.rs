@@ -218,13 +218,7 @@ impl Network {
             node.ip(&lines)?;
             nodes.push(node);
         }
-        let host = |role: &str, last: u8| -> Result<Host> {
-            let namespace = namespace(role)?;
-            let address = Ipv4Addr::new(172, 22, 0, last);
-            to_switch.plug(&namespace, "eth0", role)?;
-            namespace.ip(&format!("addr add {address}/24 dev eth0"))?;
-            Ok(Host { namespace, address })
-        };
+        let host = |role: &str, last| to_switch.host(namespace(role)?, role, last);
         let hosts = vec![host("host0", 100)?, host("host1", 101)?];
         let bmc = host("bmc", 150)?;
         Ok(Self {

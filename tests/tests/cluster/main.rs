@@ -5,6 +5,7 @@ mod agents;
 mod crowd;
 mod instances;
 mod itself;
+mod nodes;
 mod pods;
 mod scene;
 mod serving;
@@ -31,6 +32,7 @@ fn main() -> ExitCode {
         pods::SCENARIOS,
         instances::SCENARIOS,
         crowd::SCENARIOS,
+        nodes::SCENARIOS,
         agents::SCENARIOS,
     ]
     .concat()

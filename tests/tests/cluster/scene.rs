@@ -1,5 +1,6 @@
 //! What scenarios share: agents that run, a namespace for Services that is empty, web servers behind a VIP.
 
+use std::collections::BTreeSet;
 use std::net::SocketAddrV4;
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,7 @@ pub const IN: [&str; 2] = ["--namespace", NAMESPACE];
 pub const PATIENCE: Duration = Duration::from_secs(90);
 /// Where the web servers of [`Web`] are reached.
 pub const TARGET: SocketAddrV4 = SocketAddrV4::new(VIP, API_PORT);
-/// The node that answers for the VIP.
+/// A node, where it matters on which one something is.
 pub const SERVING: &str = "node-a";
 
 /// The agents run, as deploy/ ships them, and no Service has the VIP.
@@ -62,7 +63,7 @@ impl Default for Web {
     fn default() -> Self {
         Self {
             replicas: 3,
-            node: Some(SERVING),
+            node: None,
             linger: 5,
             download_mib: 1,
         }
@@ -117,9 +118,7 @@ impl Web {
     pub fn start(self, cluster: &Cluster) -> Result<Vec<WebPod>> {
         self.apply(cluster)?;
         cluster.wait_ready("deployment/web", &IN, PATIENCE)?;
-        if self.node == Some(SERVING) {
-            serving(cluster, self.replicas as usize)?;
-        }
+        serving(cluster, self.replicas as usize)?;
         pods(cluster)
     }
 
@@ -166,7 +165,7 @@ pub fn pods(cluster: &Cluster) -> Result<Vec<WebPod>> {
     Ok(pods)
 }
 
-/// The node that answers for the VIP.
+/// The node called [`SERVING`].
 pub fn serving_node(cluster: &Cluster) -> Result<&ClusterNode> {
     let mut nodes = cluster.nodes.iter();
     nodes
@@ -174,10 +173,22 @@ pub fn serving_node(cluster: &Cluster) -> Result<&ClusterNode> {
         .with_context(|| format!("no {SERVING}"))
 }
 
-/// Names of the pods that take new flows at a port of the VIP, as the node's maps have it; `None` while it is
-/// not served.
-pub fn ready_at(cluster: &Cluster, port: u16) -> Result<Option<Vec<String>>> {
-    let ports = serving_node(cluster)?.reader()?.ports()?;
+/// Names of the pods that take new flows at a port of the VIP, as the maps of any node have it; `None` while a node
+/// does not serve it.
+pub fn ready_at(cluster: &Cluster, port: u16) -> Result<Option<BTreeSet<String>>> {
+    let mut all = BTreeSet::new();
+    for node in &cluster.nodes {
+        match ready_on(node, port)? {
+            Some(ready) => all.extend(ready),
+            None => return Ok(None),
+        }
+    }
+    Ok(Some(all))
+}
+
+/// As [`ready_at`], of one node's maps.
+fn ready_on(node: &ClusterNode, port: u16) -> Result<Option<BTreeSet<String>>> {
+    let ports = node.reader()?.ports()?;
     let port = ports
         .into_iter()
         .find(|view| view.vip == VIP && view.port == port && view.serving);
@@ -187,10 +198,15 @@ pub fn ready_at(cluster: &Cluster, port: u16) -> Result<Option<Vec<String>>> {
     }))
 }
 
-/// Waits until so many pods take new flows at [`API_PORT`].
+/// Waits until so many pods take new flows at [`API_PORT`], whichever node is asked.
 pub fn serving(cluster: &Cluster, count: usize) -> Result<()> {
     let waited = wait_until(&format!("{count} pods are served"), PATIENCE, || {
-        Ok(ready_at(cluster, API_PORT)?.is_some_and(|ready| ready.len() == count))
+        for node in &cluster.nodes {
+            if ready_on(node, API_PORT)?.is_none_or(|ready| ready.len() != count) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     });
     waited.with_context(|| {
         let kinds = "deployments,replicasets,pods,endpointslices";
@@ -206,7 +222,11 @@ pub fn serving(cluster: &Cluster, count: usize) -> Result<()> {
             let said = cluster.kubectl(words);
             said.unwrap_or_else(|error| format!("{error:#}"))
         });
-        let held = ready_at(cluster, API_PORT);
+        let held: Vec<_> = cluster
+            .nodes
+            .iter()
+            .map(|node| ready_on(node, API_PORT))
+            .collect();
         format!(
             "the maps hold {held:?}; the API has:\n{}\nagents say:\n{}",
             said[0], said[1]
@@ -284,6 +304,7 @@ pub fn start_download(cluster: &Cluster, mib: u32) -> Result<String> {
     let web = Web {
         download_mib: mib,
         replicas: 1,
+        node: Some(SERVING),
         ..Web::default()
     };
     let pod = web.start(cluster)?.remove(0);

@@ -75,7 +75,8 @@ fn a_download_outlives_reloads_good_and_bad(mode: Mode) {
 }
 
 fn a_download_and_new_connections_outlive_the_agent(mode: Mode) {
-    let mut scene = Scene::with(mode, mode.builder().image_mib(32), |_| {});
+    // Longer than a start of the agent on a busy machine.
+    let mut scene = Scene::with(mode, mode.builder().image_mib(64), |_| {});
     let before = scene.maps().kernel_objects().expect("objects");
     let mut download = scene.download(IMAGE_PORT, PACED, &[]);
     // From an address of its own: curl may have taken any port of the host's first.

@@ -180,10 +180,8 @@ fn tc_programs_and_filters_behind_ours_stay_effective(mode: Mode) {
     own(open).expect("the filter is gone");
 }
 
-#[test]
-fn a_foreign_xdp_program_is_named_and_stays() {
-    let lab = Mode::Native.builder().build().expect("laboratory");
-    let node = &lab.nodes[0];
+/// Attaches an XDP program that lets everything pass to `eth1` of a namespace, until it is dropped.
+pub fn attach_xdp(namespace: &Namespace) -> Ebpf {
     const XDP_PASS: i32 = 2;
     let mut foreign = load("xdp", &[set_result(XDP_PASS), EXIT]);
     let program: &mut Xdp = foreign
@@ -192,10 +190,16 @@ fn a_foreign_xdp_program_is_named_and_stays() {
         .try_into()
         .expect("xdp");
     program.load().expect("load");
-    let attached = node
-        .namespace
-        .enter(|| program.attach("eth1", XdpMode::Driver));
+    let attached = namespace.enter(|| program.attach("eth1", XdpMode::Driver));
     attached.expect("namespace").expect("attach");
+    foreign
+}
+
+#[test]
+fn a_foreign_xdp_program_is_named_and_stays() {
+    let lab = Mode::Native.builder().build().expect("laboratory");
+    let node = &lab.nodes[0];
+    let _foreign = attach_xdp(&node.namespace);
     let on_the_interface = || {
         let shown = node
             .namespace

@@ -3,8 +3,14 @@
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
-use ironlb_tests::{API_PORT, Capture, IMAGE_PORT, Image, Laboratory, NodeOptions, RPC_PORT, VIP};
+use ironlb_tests::{
+    API_PORT, ArpWatch, Capture, Download, Fleet, IMAGE_PORT, Image, Laboratory, Neighbour,
+    NodeOptions, Outcome, Prober, RPC_PORT, VIP, Wire, turns,
+};
+
+use crate::scene::{Mode, fleet_lab};
 
 #[test]
 fn hosts_reach_the_pods_by_a_route_alone_and_nothing_stays_behind() {
@@ -108,4 +114,77 @@ fn a_laboratory_whose_owner_was_killed_is_swept() {
     for path in paths {
         assert!(!Path::new(&path).exists(), "{path} stayed");
     }
+}
+
+/// What tells in other scenarios that all is well, where it is not: no check is blind.
+#[test]
+fn faults_of_nodes_are_seen_by_clients() {
+    let lab = fleet_lab(Mode::Tc, 2);
+    // As by mistake: both announce, and neither knows the other.
+    let mut config = lab.config(Mode::Tc.name());
+    let mut fleet = Fleet::prepare(lab, &config).expect("configurations");
+    fleet.launch_all().expect("agents");
+    let arp = ArpWatch::start(&fleet.lab.hosts[0], VIP).expect("ARP");
+    let answering = |fleet: &Fleet| {
+        fleet
+            .answering()
+            .expect("ARP")
+            .into_iter()
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(answering(&fleet), [0, 1]);
+    std::thread::sleep(Duration::from_millis(200));
+    let overlap = turns(&arp.finish().expect("ARP"));
+    assert!(overlap.len() > 2, "{overlap:?}");
+
+    let sees = |fleet: &Fleet| {
+        let [from, to] = &fleet.lab.nodes[..] else {
+            panic!("two nodes")
+        };
+        let wire = Wire::open(&from.namespace, "eth1").expect("wire");
+        let limit = Duration::from_millis(500);
+        let mac = wire.resolve(from.address, to.address, None, limit);
+        mac.expect("ARP") == Some(fleet.mac(1))
+    };
+    let cut_off = |fleet: &Fleet, on| {
+        for node in &fleet.lab.nodes {
+            fleet.lab.cut_off(node, on).expect("port");
+        }
+    };
+    cut_off(&fleet, true);
+    assert!(!sees(&fleet), "they reach each other");
+    assert_eq!(answering(&fleet), [0, 1], "the host does not reach them");
+    cut_off(&fleet, false);
+    assert!(sees(&fleet), "they do not reach each other again");
+
+    fleet.lab.unplug("node1").expect("cable");
+    assert_eq!(fleet.wait_for_holder(Duration::ZERO).expect("ARP"), 0);
+    let lab = &fleet.lab;
+    let (host, pod) = (&lab.hosts[1].namespace, &lab.nodes[0].pods[0]);
+    let target = (VIP, pod.instance_port());
+    let cold = Prober::start(host, target, &pod.own_path(), Neighbour::Cold);
+    let url = format!("http://{VIP}:{}/images/common.img?rate=4m", target.1);
+    let mut download = Download::start(host, &url, &[], Duration::from_secs(60)).expect("curl");
+    std::thread::sleep(Duration::from_secs(1));
+    ironlb_tests::backends(&mut config).retain(|backend| backend["slot"] != pod.slot);
+    fleet.reconfigure(&config).expect("configurations");
+    std::thread::sleep(Duration::from_secs(1));
+    let attempts = cold.finish().expect("connections");
+    assert!(attempts[0].failure.is_none(), "{:?}", attempts[0]);
+    let last = attempts.last().expect("attempts");
+    assert!(last.failure.is_some(), "{last:?}");
+
+    let sha256 = lab.image.sha256.clone();
+    fleet.lab.nodes[0].pods[0].web.kill().expect("nginx");
+    let end = download.end(&sha256).expect("end");
+    assert_ne!(end.outcome, Outcome::Whole, "{}", end.said);
+    assert_eq!(end.instance, fleet.lab.nodes[0].pods[0].instance);
+    fleet.kill_node(0).expect("node");
+    assert_eq!(answering(&fleet), Vec::<usize>::new());
+    fleet.hang(1).expect("hang");
+    fleet.resume(1).expect("resume");
+    fleet.upgrade(1).expect("upgrade");
+    fleet.lab.plug("node1").expect("cable");
+    let holder = fleet.wait_for_holder(Duration::from_secs(5)).expect("ARP");
+    assert_eq!(holder, 1);
 }

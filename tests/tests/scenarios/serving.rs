@@ -5,7 +5,7 @@ use std::io::{self, Read, Write};
 use std::net::SocketAddrV4;
 use std::time::{Duration, Instant};
 
-use ironlb_tests::{API_PORT, RPC_PORT, VIP};
+use ironlb_tests::{API_PORT, IMAGE_PORT, RPC_PORT, VIP};
 use lb_common::verdict::Verdict;
 use serde_json::json;
 use socket2::{Domain, Socket, Type};
@@ -15,6 +15,7 @@ use crate::scene::{Mode, Scene, connect, get, in_both_modes};
 in_both_modes!(
     connections_spread_over_all_pods_and_show_the_clients_address,
     an_instance_port_reaches_its_instance_and_never_another,
+    one_client_port_to_two_vip_ports_of_one_pod_makes_two_connections,
     ports_that_nobody_serves_are_refused_at_once,
 );
 
@@ -82,6 +83,45 @@ fn an_instance_port_reaches_its_instance_and_never_another(mode: Mode) {
         flow.read_to_string(&mut answer).expect("receive");
         let expected = format!("boot image of {}\n", pod.instance);
         assert!(answer.ends_with(&expected), "{answer}");
+    }
+}
+
+/// Both at a time, and one right after the other, while the pod is in TIME_WAIT.
+fn one_client_port_to_two_vip_ports_of_one_pod_makes_two_connections(mode: Mode) {
+    const PORT: u16 = 33_334;
+    let scene = Scene::with(mode, mode.builder(), |config| {
+        // One pod alone: both ports lead to it.
+        ironlb_tests::backends(config).truncate(1);
+    });
+    let pod = &scene.node().pods[0];
+    let ports = [IMAGE_PORT, pod.instance_port()];
+    let open = |port: u16| {
+        let target = SocketAddrV4::new(VIP, port);
+        let opened = scene.host().namespace.enter(|| -> io::Result<Socket> {
+            let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+            socket.set_reuse_address(true)?;
+            socket.bind(&SocketAddrV4::new(scene.host().address, PORT).into())?;
+            socket.set_read_timeout(Some(Duration::from_secs(2)))?;
+            socket.connect_timeout(&target.into(), Duration::from_secs(2))?;
+            Ok(socket)
+        });
+        opened.expect("namespace").expect("connect")
+    };
+    let expected = format!("boot image of {}\n", pod.instance);
+    let ask = |flow: &mut Socket| {
+        let request = format!("GET {} HTTP/1.0\r\n\r\n", pod.own_path());
+        flow.write_all(request.as_bytes()).expect("send");
+        let mut answer = String::new();
+        flow.read_to_string(&mut answer).expect("receive");
+        assert!(answer.ends_with(&expected), "{answer}");
+    };
+    for _ in 0..3 {
+        let mut flows = ports.map(open);
+        flows.iter_mut().for_each(ask);
+    }
+    for port in [ports, ports].concat() {
+        // The pod closes first: it has the TIME_WAIT.
+        ask(&mut open(port));
     }
 }
 

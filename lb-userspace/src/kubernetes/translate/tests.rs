@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::config::parse_cluster;
+use crate::tables::TableSet;
 
 const NODE: &str = "node-a";
 /// Two VIPs for metal3, one of them to give away, and one for everybody.
@@ -292,7 +293,7 @@ fn who_has_a_pod_port_keeps_it_when_others_want_it_too() {
         slices,
         ..Snapshot::default()
     });
-    let (tables, warnings) = plan::plan(&translation.desired(NODE), &Health::default());
+    let (tables, warnings) = plan_of(&translation, NODE);
     assert_eq!(warnings.len(), 1, "{warnings:?}");
     assert_eq!(tables.ports[&(ip("172.22.0.2"), 9000)].backends.len(), 1);
     assert_eq!(
@@ -302,6 +303,12 @@ fn who_has_a_pod_port_keeps_it_when_others_want_it_too() {
     );
 }
 
+/// What the plan makes of a node's share, with all nodes at work.
+fn plan_of(translation: &Translation, node: &str) -> (TableSet, Vec<Warning>) {
+    let state = translation.desired(node);
+    plan::plan(&state, &Health::default(), &Nodes::all_of(&state, node))
+}
+
 fn problems(translation: &Translation, service: &str) -> Vec<String> {
     let outcome = &translation.outcomes()[service];
     outcome.problems.iter().map(ToString::to_string).collect()
@@ -309,7 +316,7 @@ fn problems(translation: &Translation, service: &str) -> Vec<String> {
 
 /// What VIP ports of this node lead to, as the plan decides it: `pod:port`, `!` if it takes no new flows.
 fn leads_to(translation: &Translation, node: &str) -> BTreeMap<String, Vec<String>> {
-    let (tables, warnings) = plan::plan(&translation.desired(node), &Health::default());
+    let (tables, warnings) = plan_of(translation, node);
     assert_eq!(warnings, []);
     let name = |backend: &crate::tables::BackendRow| {
         let mark = if backend.eligible { "" } else { "!" };
@@ -500,7 +507,7 @@ fn a_vip_comes_from_the_list_and_for_allowed_namespaces_alone() {
             &["172.22.0.2"],
             &[
                 "`www` is not an IP address; ask for a VIP such as 172.22.0.2",
-                "fd00::2 is not served: IPv6 is not served yet",
+                "fd00::2 is not in the agent's list of VIPs; ask for one that is, or have it added there",
             ],
         ),
         // What it had stays when it asks for nothing that it can have.
@@ -639,7 +646,7 @@ fn services_share_a_vip_by_port_and_clashes_go_to_the_older() {
         json!({"spec": {"ports": metrics}}),
     ));
     let translation = run(&snapshot);
-    let owners: BTreeMap<_, _> = plan::plan(&translation.desired(NODE), &Health::default())
+    let owners: BTreeMap<_, _> = plan_of(&translation, NODE)
         .0
         .ports
         .into_iter()
@@ -917,7 +924,7 @@ fn endpoints_without_a_pod_need_leave() {
 }
 
 #[test]
-fn pods_of_other_nodes_are_refused_and_told_of() {
+fn every_node_serves_pods_wherever_they_are_and_only_some_announce() {
     let away = with(
         endpoint("ironic-1", "10.244.1.11"),
         json!({"nodeName": "node-b"}),
@@ -931,49 +938,30 @@ fn pods_of_other_nodes_are_refused_and_told_of() {
     snapshot.pods = vec![stateful("ironic-0"), stateful("ironic-1")];
     let translation = run(&snapshot);
     let here = leads_to(&translation, NODE);
-    assert_eq!(here["172.22.0.2:6385"], ["ironic-0:6385"]);
+    assert_eq!(here["172.22.0.2:6385"], ["ironic-0:6385", "ironic-1:6385"]);
     assert_eq!(here["172.22.0.2:6200"], ["ironic-0:6180"]);
-    assert!(
-        !here.contains_key("172.22.0.2:6201"),
-        "refused as a port that is not configured"
-    );
-    assert_eq!(
-        problems(&translation, "metal3/ironic"),
-        ["pods on node node-b are not used: VIP 172.22.0.2 is served on node-a only"]
-    );
-    // The other node has nothing to do with that VIP.
-    let there = translation.desired("node-b");
-    assert_eq!(
-        there.vips.iter().map(|vip| vip.address).collect::<Vec<_>>(),
-        [ip("172.22.0.9")]
-    );
-    assert_eq!(there.services, []);
-
-    // With all pods away the VIP still refuses.
-    let snapshot = ironic(&[slice("a", &[away])]);
-    assert_eq!(port(&snapshot, "172.22.0.2:6385"), Vec::<String>::new());
-}
-
-#[test]
-fn a_vip_of_all_nodes_leads_to_the_pods_of_each() {
-    let away = with(
-        endpoint("ironic-1", "10.244.1.11"),
-        json!({"nodeName": "node-b"}),
-    );
-    let mut snapshot = ironic(&[slice("a", &[endpoint("ironic-0", "10.244.0.10"), away])]);
-    snapshot.services[0] = annotated("metal3/ironic", 0, json!({VIP: "172.22.0.9"}));
-    let translation = run(&snapshot);
-    assert_eq!(
-        leads_to(&translation, NODE)["172.22.0.9:6385"],
-        ["ironic-0:6385"]
-    );
-    assert_eq!(
-        leads_to(&translation, "node-b")["172.22.0.9:6385"],
-        ["ironic-1:6385"]
-    );
+    assert_eq!(here["172.22.0.2:6201"], ["ironic-1:6180"]);
+    assert_eq!(leads_to(&translation, "node-b"), here);
     assert_eq!(
         problems(&translation, "metal3/ironic"),
         Vec::<String>::new()
+    );
+    let nodes: BTreeMap<_, _> = plan_of(&translation, "node-b").0.ports[&(ip("172.22.0.2"), 6385)]
+        .backends
+        .iter()
+        .map(|row| (row.instance.clone(), row.node.clone()))
+        .collect();
+    let on_a = Some(NODE.to_owned());
+    assert_eq!(nodes["ironic-1"], None, "on node-b itself");
+    assert_eq!(nodes["ironic-0"], on_a);
+    let candidate = |node: &str| {
+        let vips = translation.desired(node).vips;
+        let vip = vips.into_iter().find(|vip| vip.address == ip("172.22.0.2"));
+        vip.map(|vip| vip.candidate)
+    };
+    assert_eq!(
+        (candidate(NODE), candidate("node-b")),
+        (Some(true), Some(false))
     );
 }
 
@@ -1511,7 +1499,7 @@ proptest! {
         let translation = run(&world);
         for node in ["node-a", "node-b"] {
             let state = translation.desired(node);
-            let (_, warnings) = plan::plan(&state, &Health::default());
+            let (_, warnings) = plan::plan(&state, &Health::default(), &Nodes::all_of(&state, NODE));
             prop_assert_eq!(warnings, vec![]);
             for service in &state.services {
                 let mut owners: BTreeMap<u32, Option<String>> = BTreeMap::new();
@@ -1528,4 +1516,67 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn a_dual_stack_service_has_a_vip_of_each_version_with_the_pods_addresses_of_it() {
+    let both = config(
+        r#"
+apiVersion: ironlb.dev/v1
+uplinks: [{subnet: 172.22.0.0/24}]
+vips:
+  - {address: 172.22.0.2, namespaces: [metal3], autoAssign: true}
+  - {address: "fd00:22::2", namespaces: [metal3], autoAssign: true}
+"#,
+    );
+    let with_families = |families: &[&str], annotations: Value| Snapshot {
+        services: vec![service(
+            "metal3/ironic",
+            0,
+            json!({
+                "metadata": {"annotations": annotations},
+                "spec": {"ipFamilies": families},
+            }),
+        )],
+        slices: vec![
+            slice("a", &[endpoint("ironic-0", "10.244.0.10")]),
+            slice_of(
+                "metal3/ironic",
+                "b",
+                json!({"addressType": "IPv6", "endpoints": [endpoint("ironic-0", "fd00:244::10")]}),
+            ),
+        ],
+        pods: vec![stateful("ironic-0")],
+    };
+    let assigned = |families: &[&str]| {
+        let free = with_families(families, json!({VIP: null}));
+        let translation = translate(&both, &free);
+        translation.outcomes()["metal3/ironic"].assigned.clone()
+    };
+    assert_eq!(
+        assigned(&["IPv4", "IPv6"]).as_deref(),
+        Some("172.22.0.2,fd00:22::2")
+    );
+    assert_eq!(assigned(&["IPv6"]).as_deref(), Some("fd00:22::2"));
+    let annotations = json!({
+        VIP: null,
+        ASSIGNED_VIPS: "172.22.0.2,fd00:22::2",
+        INSTANCE_PORTS: "images=6200-6203",
+    });
+    let given = with_families(&["IPv4", "IPv6"], annotations);
+    let translation = translate(&both, &given);
+    assert!(problems(&translation, "metal3/ironic").is_empty());
+    let state = translation.desired(NODE);
+    let services = state.services.iter().map(|service| {
+        let backends = service.backends.iter();
+        let backends: Vec<_> = backends.map(|b| (b.address, b.slot)).collect();
+        (service.vip, service.instance_ports.len(), backends)
+    });
+    assert_eq!(
+        services.collect::<Vec<_>>(),
+        [
+            (ip("172.22.0.2"), 1, vec![(ip("10.244.0.10"), Some(0))]),
+            (ip("fd00:22::2"), 1, vec![(ip("fd00:244::10"), Some(0))]),
+        ]
+    );
 }

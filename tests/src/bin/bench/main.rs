@@ -2,8 +2,11 @@
 //!
 //! A packet by itself, by `BPF_PROG_TEST_RUN` of the real object; and traffic in laboratories of the same shape with
 //! and without ironlb, as ratios to plain routing.
+//!
+//! Or what clients notice when nodes go, next to what they have without it.
 
 mod cluster;
+mod failover;
 mod nftables;
 mod packets;
 mod statistics;
@@ -27,6 +30,9 @@ struct Options {
     /// Instead: how soon the maps follow Kubernetes, with this image of ironlb.
     #[arg(long, value_name = "IMAGE")]
     cluster: Option<PathBuf>,
+    /// Instead: what clients notice of a failover between three nodes, and what a second node costs.
+    #[arg(long, conflicts_with = "cluster")]
+    failover: bool,
 }
 
 fn main() -> ExitCode {
@@ -44,6 +50,7 @@ fn measure(options: Options) -> Result<()> {
         json: file,
         quick,
         cluster,
+        failover,
     } = options;
     println!(
         "ironlb bench on Linux {}\n",
@@ -52,9 +59,19 @@ fn measure(options: Options) -> Result<()> {
     let all = if let Some(image) = cluster {
         let times = cluster::measure(&image, if quick { 10 } else { 40 })?;
         json!({"control": {"endpoint_to_maps_ms": times}})
+    } else if failover {
+        let seen = failover::measure(if quick { 1 } else { 5 })?;
+        println!(
+            "\nThe pods on another node than the one that announces the VIP, next to plain routing to that node:"
+        );
+        let mut second = traffic::measure(traffic::Path::SecondNode, if quick { 3 } else { 12 })?;
+        let mut ratios = second["tc"].take();
+        ratios["native"] = second["native"].take();
+        ratios["control"] = second["control"].take();
+        json!({"failover": seen, "ratio_to_routing": {"second_node": ratios}})
     } else {
         let (per_packet, instructions) = packets::measure(if quick { 5 } else { 15 })?;
-        let ratios = traffic::measure(if quick { 5 } else { 20 })?;
+        let ratios = traffic::measure(traffic::Path::OneNode, if quick { 5 } else { 20 })?;
         json!({
             "per_packet_ns": per_packet,
             "ratio_to_routing": ratios,

@@ -165,10 +165,13 @@ fn engine() -> Result<Engine> {
             mac: UPLINK_MAC,
             vlan: 0,
             mode: MODE_NATIVE,
-            pad: [0; 7],
+            prefixes: [0; 2],
+            pad: 0,
+            device: 1,
             name: to_name("bench"),
             bypass_udp: [0; MAX_BYPASS_UDP],
-            gateway: Addr::UNSPECIFIED,
+            gateways: [Addr::UNSPECIFIED; 2],
+            networks: [Addr::UNSPECIFIED; 2],
         },
     )?;
     engine.set_vip(
@@ -187,16 +190,8 @@ fn engine() -> Result<Engine> {
         port: PORT,
         client_port: CLIENT_PORT,
         backend: backend_id(0, 1),
-        last_ack: 0,
-        service: 0,
-        client_fin: 0,
-        pod_fin: 0,
-        started: 0,
-        last_seen: 0,
-        bytes: 0,
         last_hop: CLIENT_MAC,
-        uplink: 0,
-        state: 0,
+        ..Flow::default()
     };
     let forward = FlowKey::forward(client, CLIENT_PORT, vip, PORT);
     let reply = FlowKey::reply(client, CLIENT_PORT, pod, PORT);

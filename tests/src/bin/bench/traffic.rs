@@ -1,5 +1,6 @@
 //! Traffic in laboratories of one shape: plain routing, the same once more (control), ironlb in `native` and `tc`, and
 //! nftables. All are up at the same time and are measured in turn, so that each ratio compares neighbours in time.
+//! With [`Path::SecondNode`] the pods are on another node than the one that announces the VIP.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, Shutdown, SocketAddrV4, TcpStream};
@@ -8,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use comfy_table::Table;
-use ironlb_tests::{API_PORT, Agent, IMAGE_PORT, Image, Laboratory, Load, LoadReport, Pod, VIP};
+use ironlb_tests::{
+    API_PORT, Fleet, IMAGE_PORT, Image, Laboratory, Load, LoadReport, NodeOptions, Pod, VIP,
+};
 use serde_json::{Map, Value, json};
 
 use crate::statistics::{Estimate, median};
@@ -18,6 +21,8 @@ use crate::{judge, nftables};
 const RAMP: Duration = Duration::from_millis(200);
 /// How long it is measured.
 const DOWNLOAD: Duration = Duration::from_millis(1200);
+/// How long agents need to tell each other what they have after one has begun.
+const SETTLE: Duration = Duration::from_secs(4);
 /// How long connections are made.
 const CONNECTIONS: Duration = Duration::from_millis(1000);
 /// How many clients make connections at a time.
@@ -30,10 +35,61 @@ const REQUESTS: usize = 500;
 const QUIET: f64 = 0.1;
 /// Resolution of /proc/stat, spread over a download.
 const TICK: f64 = 0.01;
-/// Least ratio to plain routing, of downloads and connections.
-const GOAL_TRAFFIC: f64 = 0.95;
 /// Greatest ratio of CPU per GiB.
 const GOAL_CPU: f64 = 1.05;
+
+/// Where the pods are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Path {
+    /// On the only node.
+    OneNode,
+    /// All on a second node, while the first one announces the VIP and has none: what the clients send crosses both.
+    SecondNode,
+}
+
+impl Path {
+    fn variants(self) -> &'static [Variant] {
+        match self {
+            Self::OneNode => &Variant::ALL,
+            // kube-proxy's way to another node costs the client's address: no like for like.
+            Self::SecondNode => &[
+                Variant::Routing,
+                Variant::Control,
+                Variant::Native,
+                Variant::Tc,
+            ],
+        }
+    }
+
+    /// The nodes; the last one has the pods.
+    fn nodes(self) -> Vec<NodeOptions> {
+        let pods = NodeOptions::default();
+        match self {
+            Self::OneNode => vec![pods],
+            Self::SecondNode => {
+                let none = NodeOptions {
+                    pods: 0,
+                    ..NodeOptions::default()
+                };
+                vec![none, pods]
+            }
+        }
+    }
+
+    /// Whether there is a goal to reach. Of a machine that others keep busy too, the CPU time says nothing; and a
+    /// second node's work is meant to be there.
+    fn judges(self, metric: Metric, quiet: bool) -> bool {
+        metric != Metric::CpuPerGib || (quiet && self == Self::OneNode)
+    }
+
+    /// Least ratio to plain routing, of downloads and connections.
+    fn goal(self) -> f64 {
+        match self {
+            Self::OneNode => 0.95,
+            Self::SecondNode => 0.97,
+        }
+    }
+}
 
 /// What is in the way of the traffic.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -74,47 +130,64 @@ impl Variant {
 /// A laboratory under measurement.
 struct Bed {
     variant: Variant,
-    laboratory: Laboratory,
-    /// Serves while it lives.
-    _agent: Option<Agent>,
+    /// Without agents where none is in the way.
+    fleet: Fleet,
 }
 
 impl Bed {
-    fn build(variant: Variant) -> Result<Self> {
+    fn build(variant: Variant, path: Path) -> Result<Self> {
         let laboratory = Laboratory::builder()
             .complete_checksums(true)
             .image_mib(64)
+            .nodes(path.nodes())
             .build()?;
-        let node = &laboratory.nodes[0];
-        // Real NICs segment in hardware; the frames that the programs see on their way in stay complete.
-        node.namespace
-            .exec(["ethtool", "-K", node.uplink, "tx", "on"])?;
-        let host = &laboratory.hosts[0].namespace;
-        for last in SOURCES {
-            host.ip(&format!("addr add 172.22.0.{last}/24 dev eth0"))?;
+        for node in &laboratory.nodes {
+            // Real NICs segment in hardware; the frames that the programs see on their way in stay complete.
+            node.namespace
+                .exec(["ethtool", "-K", node.uplink, "tx", "on"])?;
         }
-        let agent = match variant {
-            Variant::Routing | Variant::Control => {
-                laboratory.route_to_pods(&laboratory.hosts[0])?;
-                None
-            }
-            Variant::Native | Variant::Tc => {
-                Some(Agent::start(node, &laboratory.config(variant.name()))?)
-            }
-            Variant::Nftables => {
-                nftables::program(node)?;
-                None
-            }
+        let host = &laboratory.hosts[0];
+        for last in SOURCES {
+            let address = format!("addr add 172.22.0.{last}/24 dev eth0");
+            host.namespace.ip(&address)?;
+        }
+        if !variant.has_vip() {
+            laboratory.route_to_pods(host)?;
+        }
+        if variant == Variant::Nftables {
+            laboratory.nodes.iter().try_for_each(nftables::program)?;
+        }
+        let mode = variant.name();
+        let config = match path {
+            Path::OneNode => laboratory.config(mode),
+            Path::SecondNode => laboratory.config_elected(mode)?,
         };
-        Ok(Self {
-            variant,
-            laboratory,
-            _agent: agent,
-        })
+        let fleet = match variant {
+            Variant::Native | Variant::Tc => Fleet::start(laboratory, &config)?,
+            _ => Fleet::prepare(laboratory, &config)?,
+        };
+        let mut bed = Self { variant, fleet };
+        if matches!(variant, Variant::Native | Variant::Tc) {
+            bed.let_first_announce()?;
+        }
+        Ok(bed)
+    }
+
+    /// Lets the first node announce the VIP: it stays where it is, so the others step back once.
+    fn let_first_announce(&mut self) -> Result<()> {
+        let holder = self.fleet.wait_for_holder(Fleet::PATIENCE)?;
+        if holder != 0 {
+            self.fleet.stop(holder)?;
+            let next = self.fleet.wait_for_successor(holder, Fleet::PATIENCE)?;
+            ensure!(next == 0, "node{next} announces the VIP, node0 was to");
+            self.fleet.launch(holder)?;
+            std::thread::sleep(SETTLE);
+        }
+        Ok(())
     }
 
     fn pods(&self) -> &[Pod] {
-        &self.laboratory.nodes[0].pods
+        self.fleet.lab.nodes.last().map_or(&[], |node| &node.pods)
     }
 
     /// Where the image comes from for the client of that number: the pods in turn, by their own ports on the VIP.
@@ -128,7 +201,7 @@ impl Bed {
     }
 
     fn enter<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T> {
-        self.laboratory.hosts[0].namespace.enter(work)
+        self.fleet.lab.hosts[0].namespace.enter(work)
     }
 }
 
@@ -177,10 +250,10 @@ impl Metric {
     }
 
     /// Whether an estimate of the ratio reaches the goal, or may.
-    fn met(self, ratio: Estimate) -> bool {
+    fn met(self, ratio: Estimate, path: Path) -> bool {
         match self {
             Self::CpuPerGib => ratio.lo <= GOAL_CPU,
-            _ => ratio.hi >= GOAL_TRAFFIC,
+            _ => ratio.hi >= path.goal(),
         }
     }
 }
@@ -193,26 +266,22 @@ struct Samples {
 }
 
 /// Measures all laboratories in `rounds` rounds; the JSON of the ratios to plain routing.
-pub fn measure(rounds: usize) -> Result<Value> {
+pub fn measure(path: Path, rounds: usize) -> Result<Value> {
     println!(
         "laying out {} laboratories of the same shape …",
-        Variant::ALL.len()
+        path.variants().len()
     );
-    let beds = Variant::ALL
-        .into_iter()
-        .map(|variant| {
-            Bed::build(variant)
+    let beds = path
+        .variants()
+        .iter()
+        .map(|&variant| {
+            Bed::build(variant, path)
                 .with_context(|| format!("lay out the laboratory for {}", variant.name()))
         })
         .collect::<Result<Vec<_>>>()?;
     let idle = idle()?;
-    println!("idle, the machine is busy for {idle:.3} s a second; {rounds} rounds begin …");
-    let quiet = idle <= QUIET;
-    if !quiet {
-        println!(
-            "WARNING: other work is going on here; it is in every figure below, in CPU per GiB above all"
-        );
-    }
+    let quiet = tell_idle(idle);
+    println!("{rounds} rounds begin …");
 
     // Not measured: neighbours, page cache, nginx's first steps.
     for bed in &beds {
@@ -255,14 +324,14 @@ pub fn measure(rounds: usize) -> Result<Value> {
             begin.elapsed().as_secs()
         );
     }
-    Ok(report(&beds, &samples, quiet))
+    Ok(report(path, &beds, &samples, quiet))
 }
 
 fn push(samples: &mut Samples, metric: Metric, value: f64) {
     samples.of[metric as usize].push(value);
 }
 
-fn report(beds: &[Bed], samples: &[Samples], quiet: bool) -> Value {
+fn report(path: Path, beds: &[Bed], samples: &[Samples], quiet: bool) -> Value {
     let mut table = Table::new();
     table.load_style(comfy_table::presets::ASCII_MARKDOWN);
     let mut header = vec!["ratio to plain routing: median [90 % interval]".to_owned()];
@@ -289,9 +358,8 @@ fn report(beds: &[Bed], samples: &[Samples], quiet: bool) -> Value {
             let ratio = Estimate::of(&pairs);
             ratios.insert(metric.name().to_owned(), ratio.json());
             let verdict = match bed.variant {
-                // Of a machine that others keep busy too, the CPU time says nothing.
-                Variant::Native | Variant::Tc if quiet || metric != Metric::CpuPerGib => {
-                    judge(metric.met(ratio))
+                Variant::Native | Variant::Tc if path.judges(metric, quiet) => {
+                    judge(metric.met(ratio, path))
                 }
                 _ => "",
             };
@@ -304,8 +372,13 @@ fn report(beds: &[Bed], samples: &[Samples], quiet: bool) -> Value {
         json.insert(bed.variant.name().to_owned(), Value::Object(ratios));
     }
     println!(
-        "\n{table}\ngoals: downloads and connections ≥ {GOAL_TRAFFIC}, CPU per GiB ≤ {GOAL_CPU}; \
-         missed only when the whole interval is on the wrong side"
+        "\n{table}\ngoals: downloads and connections ≥ {}{}; \
+         missed only when the whole interval is on the wrong side",
+        path.goal(),
+        match path {
+            Path::OneNode => format!(", CPU per GiB ≤ {GOAL_CPU}"),
+            Path::SecondNode => String::new(),
+        }
     );
     for (bed, samples) in beds.iter().zip(samples) {
         let LoadReport {
@@ -444,7 +517,7 @@ fn connections(bed: &Bed, first: u32) -> Result<LoadReport> {
         limit: CONNECTIONS,
         threads: CLIENTS,
     };
-    let report = load.run(&bed.laboratory.hosts[0].namespace)?;
+    let report = load.run(&bed.fleet.lab.hosts[0].namespace)?;
     ensure!(
         report.served > 0,
         "no connection through {} was served; the first: {}",
@@ -473,8 +546,20 @@ fn measure_busy(time: Duration, progress: impl Fn() -> u64) -> Result<Busy> {
     })
 }
 
+/// Tells how busy the machine is by itself, and warns when that is in the figures; whether it is quiet.
+pub fn tell_idle(idle: f64) -> bool {
+    println!("idle, the machine is busy for {idle:.3} s a second");
+    let quiet = idle <= QUIET;
+    if !quiet {
+        println!(
+            "WARNING: other work is going on here; it is in every figure below, in CPU per GiB above all"
+        );
+    }
+    quiet
+}
+
 /// Seconds a second that the machine is busy by itself.
-fn idle() -> Result<f64> {
+pub fn idle() -> Result<f64> {
     let idle = (0..5)
         .map(|_| {
             let Busy { busy, seconds, .. } = measure_busy(Duration::from_secs(1), || 0)?;

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use ironlb_tests::cluster::{Cluster, ClusterNode, ContainerImage, overlay};
-use ironlb_tests::{API_PORT, Download, IMAGE_PORT, RPC_PORT, Report, VIP, heads, wait_until};
+use ironlb_tests::{
+    API_PORT, Download, IMAGE_PORT, Neighbour, Prober, RPC_PORT, Report, VIP, heads, wait_until,
+};
 use serde_json::{Value, json};
 
 const IN: [&str; 2] = ["--namespace", "metal3"];
@@ -23,6 +25,9 @@ const IMAGE_MIB: u32 = 64;
 const KERNEL: &str = "/var/lib/ironic/ipa.kernel";
 /// How long anything of Kubernetes or Ironic may take on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(180);
+/// How soon after a node's death new connections succeed again.
+const RECOVERY: Duration = Duration::from_secs(2);
+
 /// Shows it on a new cluster; the number of failed checks.
 pub fn show(image: PathBuf) -> Result<u32> {
     println!(
@@ -46,6 +51,7 @@ pub fn show(image: PathBuf) -> Result<u32> {
     demo.instances(&mut report)?;
     demo.rpc(&mut report)?;
     demo.restart(&mut report)?;
+    demo.failover(&mut report)?;
     drop(cluster);
     println!(
         "\nThe cluster is removed. To keep one and play with it: cargo xtask cluster up --ironic"
@@ -55,7 +61,7 @@ pub fn show(image: PathBuf) -> Result<u32> {
 
 struct Demo<'a> {
     cluster: &'a Cluster,
-    /// The one that answers for the VIP.
+    /// One of them.
     node: &'a ClusterNode,
     /// A bare-metal host.
     host: &'a ironlb_tests::Namespace,
@@ -134,11 +140,15 @@ impl Demo<'_> {
 
     /// New flows that each instance has had at the shared port of the API.
     fn flows(&self) -> Result<BTreeMap<String, u64>> {
-        let backends = self.node.reader()?.backends()?.into_iter();
-        let of_api = backends.filter(|backend| backend.vip_port == Some(API_PORT));
-        Ok(of_api
-            .map(|backend| (backend.instance, backend.traffic.flows))
-            .collect())
+        let mut flows = BTreeMap::new();
+        // Whichever node announces the VIP, and whichever the instance is on.
+        for node in &self.cluster.nodes {
+            let backends = node.reader()?.backends()?.into_iter();
+            for backend in backends.filter(|backend| backend.vip_port == Some(API_PORT)) {
+                *flows.entry(backend.instance).or_default() += backend.traffic.flows;
+            }
+        }
+        Ok(flows)
     }
 
     /// Machines are enrolled and acted upon through whichever instance.
@@ -398,18 +408,7 @@ impl Demo<'_> {
     /// All agents are replaced while a host downloads an image.
     fn restart(&self, report: &mut Report) -> Result<()> {
         report.part("kubectl rollout restart daemonset/ironlb in mid-download");
-        let make = format!(
-            "head -c {}M /dev/urandom >/shared/html/image.raw && sha256sum /shared/html/image.raw",
-            IMAGE_MIB
-        );
-        let sum = self.exec("ironic-1", "httpd", &make)?;
-        let sum = sum
-            .split_whitespace()
-            .next()
-            .context("no checksum")?
-            .to_owned();
-        let url = format!("http://{VIP}:{}/image.raw?rate=2m", FIRST + 1);
-        let mut download = Download::start(self.host, &url, &[], PATIENCE)?;
+        let (mut download, sum) = self.start_download(1)?;
         let (before, started) = (self.cluster.agent_on(self.node)?, Instant::now());
         self.cluster.restart_agents()?;
         let after = self.cluster.agent_on(self.node)?;
@@ -430,17 +429,92 @@ impl Demo<'_> {
             good == 20 && codes.len() == good,
             &format!("new connections are served, {good} of 20"),
         );
-        let finished = download.finish(&sum);
-        report.check(
-            finished.is_ok(),
-            &match finished {
-                Ok(()) => format!(
-                    "all {IMAGE_MIB} MiB arrived unharmed: SHA-256 {}…",
-                    &sum[..16]
-                ),
-                Err(error) => format!("{error:#}"),
-            },
-        );
+        finish_download(report, download, &sum);
         Ok(())
     }
+
+    /// Makes an image in a pod and lets the bare-metal host download it from there at 2 MB/s; its checksum.
+    fn start_download(&self, instance: u16) -> Result<(Download, String)> {
+        let make = format!(
+            "head -c {IMAGE_MIB}M /dev/urandom >/shared/html/image.raw && sha256sum /shared/html/image.raw"
+        );
+        let sum = self.exec(&format!("ironic-{instance}"), "httpd", &make)?;
+        let sum = sum.split_whitespace().next().context("no checksum")?;
+        let url = format!("http://{VIP}:{}/image.raw?rate=2m", FIRST + instance);
+        let download = Download::start(self.host, &url, &[], PATIENCE)?;
+        Ok((download, sum.to_owned()))
+    }
+
+    /// The node that announces the VIP is cut off while a host downloads from the other node's pod.
+    fn failover(&self, report: &mut Report) -> Result<()> {
+        report.part("The node that announces the VIP loses its provisioning cable in mid-download");
+        let first = self.cluster.announcing()?;
+        let mut elsewhere = None;
+        for number in 0..INSTANCES {
+            let pod = self
+                .cluster
+                .get(&["pod", &format!("ironic-{number}"), IN[0], IN[1]])?;
+            if pod["spec"]["nodeName"] != first.name.as_str() {
+                elsewhere = Some(number);
+            }
+        }
+        let instance = elsewhere.with_context(|| format!("all pods are on {}", first.name))?;
+        println!(
+            "          {} announces {VIP}; a download begins from ironic-{instance} on the other node",
+            first.name
+        );
+        let (mut download, sum) = self.start_download(instance)?;
+        let other = &self.cluster.hosts[1].namespace;
+        let prober = Prober::start(other, (VIP, API_PORT), "/", Neighbour::Cold);
+        std::thread::sleep(Duration::from_secs(2));
+        let cut = Instant::now();
+        self.cluster
+            .switch
+            .ip(&format!("link set {} down", first.name))?;
+        std::thread::sleep(Duration::from_secs(6));
+        let goes_on = download.running()?;
+        let attempts = prober.finish();
+        self.cluster
+            .switch
+            .ip(&format!("link set {} up", first.name))?;
+        let attempts = attempts?;
+        let failed = attempts.iter().filter(|attempt| attempt.failure.is_some());
+        let failed: Vec<_> = failed.collect();
+        let dark = failed
+            .iter()
+            .map(|attempt| attempt.at.saturating_duration_since(cut));
+        let dark = dark.max().unwrap_or_default();
+        report.check(
+            dark < RECOVERY && failed.iter().all(|attempt| attempt.at >= cut),
+            &format!(
+                "of {} new connections, one every 50 ms, {} failed, the last {:.1} s after the cut",
+                attempts.len(),
+                failed.len(),
+                dark.as_secs_f64()
+            ),
+        );
+        report.check(goes_on, "the download went on meanwhile");
+        let second = self.cluster.announcing()?;
+        report.check(
+            second.name != first.name,
+            &format!("{} announces {VIP} now", second.name),
+        );
+        finish_download(report, download, &sum);
+        Ok(())
+    }
+}
+
+/// Waits for a download, which must have brought the whole image.
+fn finish_download(report: &mut Report, download: Download, sum: &str) {
+    let finished = download.finish(sum);
+    report.check(
+        finished.is_ok(),
+        &match finished {
+            Ok(()) => format!(
+                "all {IMAGE_MIB} MiB arrived unharmed: SHA-256 {}…",
+                &sum[..16]
+            ),
+            Err(error) => format!("{error:#}"),
+        },
+    );
 }

@@ -1,6 +1,10 @@
 //! What the real programs do to packets, one row or dialogue each: packet in, packet out, verdict,
 //! action, entries and counters. Checksums are recomputed from scratch by an independent library.
 
+mod icmp;
+mod peers;
+mod v6;
+
 use std::net::Ipv4Addr;
 use std::thread::sleep;
 use std::time::Duration;
@@ -38,10 +42,13 @@ fn uplink(ifindex: u32, flags: u32) -> Uplink {
         mac: NODE_MAC,
         vlan: 0,
         mode: MODE_NATIVE,
-        pad: [0; 7],
+        prefixes: [96 + 24, 0],
+        pad: 0,
+        device: ifindex,
         name: to_name("eth1"),
         bypass_udp: [53, 0, 0, 0, 0, 0, 0, 0],
-        gateway: Addr::UNSPECIFIED,
+        gateways: [Addr::UNSPECIFIED; 2],
+        networks: [Addr::from(Ipv4Addr::new(172, 22, 0, 0)), Addr::UNSPECIFIED],
     }
 }
 
@@ -77,18 +84,28 @@ fn engine() -> Engine {
     engine_with(64)
 }
 
-fn tcp(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), flags: u8, payload: &[u8]) -> Vec<u8> {
-    let (source, destination) = if from.0 == CLIENT {
+/// Source and destination of a frame from the client, or to it.
+fn macs(from_client: bool) -> ([u8; 6], [u8; 6]) {
+    if from_client {
         (CLIENT_MAC, NODE_MAC)
     } else {
         (NODE_MAC, CLIENT_MAC)
-    };
-    let mut header = TcpHeader::new(from.1, to.1, 1000, 1024);
+    }
+}
+
+fn tcp_header(from: u16, to: u16, flags: u8) -> TcpHeader {
+    let mut header = TcpHeader::new(from, to, 1000, 1024);
     header.syn = flags & TCP_SYN != 0;
     header.ack = flags & TCP_ACK != 0;
     header.fin = flags & TCP_FIN != 0;
     header.rst = flags & TCP_RST != 0;
     header.acknowledgment_number = if header.ack { 77 } else { 0 };
+    header
+}
+
+fn tcp(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), flags: u8, payload: &[u8]) -> Vec<u8> {
+    let (source, destination) = macs(from.0 == CLIENT);
+    let header = tcp_header(from.1, to.1, flags);
     let builder = PacketBuilder::ethernet2(source, destination)
         .ipv4(from.0.octets(), to.0.octets(), 64)
         .tcp_header(header);
@@ -205,15 +222,28 @@ fn young(engine: &mut Engine, port: u16) -> Option<Flow> {
     engine.flow(map::YOUNG, &forward_key(port)).expect("reads")
 }
 
-fn gone(engine: &mut Engine, index: u16, pod: (Ipv4Addr, u16), service: u16) {
+/// Writes a backend of this node anew.
+fn set_backend(
+    engine: &mut Engine,
+    index: u16,
+    pod: (Ipv4Addr, u16),
+    service: u16,
+    (generation, flags): (u16, u16),
+) {
     let backend = Backend {
         addr: Addr::from(pod.0),
         port: pod.1,
         service,
-        generation: 1,
-        flags: 0,
+        generation,
+        flags,
+        peer: 0,
+        pad: 0,
     };
     engine.set_backend(index, backend).expect("writes");
+}
+
+fn gone(engine: &mut Engine, index: u16, pod: (Ipv4Addr, u16), service: u16) {
+    set_backend(engine, index, pod, service, (1, 0));
 }
 
 #[test]
@@ -350,14 +380,7 @@ fn a_retransmitted_syn_keeps_its_backend_while_that_takes_new_flows() {
         assert_eq!(ends(&again.frame).1, pod);
         // Not ready any more: the flow is not established, so the SYN may go elsewhere.
         let index = u16::from(pod.0 == POD1);
-        let unready = Backend {
-            addr: Addr::from(pod.0),
-            port: API,
-            service: 0,
-            generation: 1,
-            flags: BACKEND_ALIVE,
-        };
-        engine.set_backend(index, unready).expect("writes");
+        set_backend(&mut engine, index, (pod.0, API), 0, (1, BACKEND_ALIVE));
         only_candidate(&mut engine, API, 0, 1 - index);
         let other = run(
             &mut engine,
@@ -383,6 +406,7 @@ fn only_candidate(engine: &mut Engine, port: u16, id: u16, index: u16) {
         seed: 1,
         count: 1,
         pad: 0,
+        local: u64::MAX,
         candidates,
         pad_tail: 0,
         version_tail: 2,
@@ -398,14 +422,7 @@ fn an_unready_backend_keeps_its_living_flows() {
         let mut engine = engine();
         let pod = establish(&mut engine, name, API);
         let index = u16::from(pod.0 == POD1);
-        let unready = Backend {
-            addr: Addr::from(pod.0),
-            port: API,
-            service: 0,
-            generation: 1,
-            flags: BACKEND_ALIVE,
-        };
-        engine.set_backend(index, unready).expect("writes");
+        set_backend(&mut engine, index, (pod.0, API), 0, (1, BACKEND_ALIVE));
         only_candidate(&mut engine, API, 0, 1 - index);
         let data = run(&mut engine, name, &to_vip(API, TCP_ACK), Verdict::Forwarded);
         assert_eq!(ends(&data.frame).1, pod);
@@ -445,16 +462,8 @@ fn a_flow_of_a_gone_backend_is_refused_and_its_next_syn_served_elsewhere() {
 fn an_index_with_a_new_generation_is_another_backend() {
     let mut engine = engine();
     let pod = establish(&mut engine, program::XDP, API);
-    let reused = Backend {
-        addr: Addr::from(pod.0),
-        port: API,
-        service: 0,
-        generation: 2,
-        flags: BACKEND_ALIVE,
-    };
-    engine
-        .set_backend(u16::from(pod.0 == POD1), reused)
-        .expect("writes");
+    let index = u16::from(pod.0 == POD1);
+    set_backend(&mut engine, index, (pod.0, API), 0, (2, BACKEND_ALIVE));
     run(
         &mut engine,
         program::XDP,
@@ -696,26 +705,97 @@ fn a_full_living_table_refuses_new_flows_and_keeps_the_old() {
     run(&mut engine, program::XDP, &third, Verdict::ForwardedNew);
 }
 
+/// An engine with a living flow of the client's port to the instance, and its pod alone behind the shared port.
+fn engine_with_a_taken_port(name: &str) -> (Engine, (Ipv4Addr, u16)) {
+    let mut engine = engine();
+    let pod = establish(&mut engine, name, INSTANCE);
+    only_candidate(&mut engine, IMAGES, 1, 3);
+    (engine, pod)
+}
+
 #[test]
-fn a_colliding_client_port_is_dropped_and_overwrites_nothing() {
+fn the_same_client_port_to_two_vip_ports_of_one_pod_makes_two_connections() {
     for name in FORWARD {
-        let mut engine = engine();
-        // Find a client port whose flow to the shared port lands on the instance's pod.
-        let port = (1024..u16::MAX)
-            .find(|port| {
-                let syn = tcp((CLIENT, *port), (VIP, IMAGES), TCP_SYN, b"");
-                let there = run(&mut engine, name, &syn, Verdict::ForwardedNew);
-                ends(&there.frame).1.0 == POD1
-            })
-            .expect("half of them do");
-        let collider = tcp((CLIENT, port), (VIP, INSTANCE), TCP_SYN, b"");
-        run(&mut engine, name, &collider, Verdict::DroppedCollision);
-        let data = tcp((POD1, IMAGES), (CLIENT, port), TCP_ACK, b"x");
-        let answer = run(&mut engine, program::EGRESS, &data, Verdict::RepliedYoung);
-        assert_eq!(ends(&answer.frame).0, (VIP, IMAGES));
-        run(&mut engine, name, &collider, Verdict::DroppedCollision);
-        let answer = run(&mut engine, program::EGRESS, &data, Verdict::Replied);
-        assert_eq!(ends(&answer.frame).0, (VIP, IMAGES));
+        let (mut engine, pod) = engine_with_a_taken_port(name);
+        let syn = to_vip(IMAGES, TCP_SYN);
+        let there = run(&mut engine, name, &syn, Verdict::ForwardedNew);
+        let (translated, second) = ends(&there.frame);
+        assert_eq!((translated.0, second), (CLIENT, pod));
+        assert_ne!(translated.1, PORT);
+        let again = run(&mut engine, name, &syn, Verdict::Forwarded);
+        assert_eq!(ends(&again.frame).0, translated, "a retransmission");
+        let dialogue = [
+            (TCP_SYN | TCP_ACK, Verdict::RepliedYoung, Verdict::Forwarded),
+            (TCP_ACK, Verdict::RepliedYoung, Verdict::Forwarded),
+            (TCP_ACK, Verdict::Replied, Verdict::Forwarded),
+        ];
+        for (flags, back, there) in dialogue {
+            let answer = tcp(pod, translated, flags, b"");
+            let answer = run(&mut engine, program::EGRESS, &answer, back);
+            assert_eq!(ends(&answer.frame), ((VIP, IMAGES), (CLIENT, PORT)));
+            let next = run(&mut engine, name, &to_vip(IMAGES, TCP_ACK), there);
+            assert_eq!(ends(&next.frame), (translated, pod));
+            // The first one notices nothing.
+            let data = tcp(pod, (CLIENT, PORT), TCP_ACK, b"x");
+            let data = run(&mut engine, program::EGRESS, &data, Verdict::Replied);
+            assert_eq!(ends(&data.frame), ((VIP, INSTANCE), (CLIENT, PORT)));
+        }
+        let flow = living(&mut engine, IMAGES).expect("lives");
+        assert_eq!(flow.client_port, translated.1);
+        for side in [TCP_ACK | TCP_FIN, TCP_ACK] {
+            let answer = tcp(pod, translated, side, b"");
+            let answer = run(&mut engine, program::EGRESS, &answer, Verdict::Replied);
+            assert_eq!(ends(&answer.frame), ((VIP, IMAGES), (CLIENT, PORT)));
+        }
+        let fin = to_vip(IMAGES, TCP_ACK | TCP_FIN);
+        run(&mut engine, name, &fin, Verdict::Forwarded);
+        assert!(living(&mut engine, IMAGES).is_none());
+        assert!(living(&mut engine, INSTANCE).is_some());
+    }
+}
+
+#[test]
+fn what_the_replies_of_a_translated_flow_are_found_by_comes_back_with_the_clients_next_packet() {
+    for name in FORWARD {
+        let (mut engine, pod) = engine_with_a_taken_port(name);
+        let syn = to_vip(IMAGES, TCP_SYN);
+        let there = run(&mut engine, name, &syn, Verdict::ForwardedNew);
+        let translated = ends(&there.frame).0;
+        let (client, pod_addr) = (Addr::from(CLIENT), Addr::from(pod.0));
+        let reply = FlowKey::reply(client, translated.1, pod_addr, pod.1);
+        engine.lose_flow(map::YOUNG, &reply).expect("was there");
+        let answer = tcp(pod, translated, TCP_SYN | TCP_ACK, b"");
+        let lost = Verdict::DroppedReplyUnknown;
+        untouched(&mut engine, program::EGRESS, &answer, lost);
+        run(&mut engine, name, &syn, Verdict::Forwarded);
+        let answer = run(&mut engine, program::EGRESS, &answer, Verdict::RepliedYoung);
+        assert_eq!(ends(&answer.frame), ((VIP, IMAGES), (CLIENT, PORT)));
+    }
+}
+
+#[test]
+fn a_translated_port_is_nobody_elses() {
+    for name in FORWARD {
+        let (mut engine, pod) = engine_with_a_taken_port(name);
+        let mut ports = vec![PORT];
+        // Each flow of a port that the one before was translated to is translated itself.
+        for _ in 0..4 {
+            let port = *ports.last().expect("one");
+            let syn = tcp((CLIENT, port), (VIP, IMAGES), TCP_SYN, b"");
+            let there = run(&mut engine, name, &syn, Verdict::ForwardedNew);
+            let (translated, to) = ends(&there.frame);
+            assert_eq!(to, pod);
+            assert!(!ports.contains(&translated.1), "{ports:?} {translated:?}");
+            ports.push(translated.1);
+        }
+        // Of five that it would try all are in use.
+        let last = to_vip(IMAGES, TCP_SYN);
+        engine
+            .lose_flow(map::YOUNG, &forward_key(IMAGES))
+            .expect("was there");
+        let syn = tcp((CLIENT, ports[1]), (VIP, INSTANCE), TCP_SYN, b"");
+        run(&mut engine, name, &syn, Verdict::ForwardedNew);
+        untouched(&mut engine, name, &last, Verdict::DroppedCollision);
     }
 }
 
@@ -774,13 +854,18 @@ fn a_closing_entry_stops_guarding_its_port_after_a_minute() {
     );
     only_candidate(&mut engine, IMAGES, 1, 3);
     let syn = to_vip(IMAGES, TCP_SYN);
-    run(&mut engine, program::XDP, &syn, Verdict::DroppedCollision);
+    let there = run(&mut engine, program::XDP, &syn, Verdict::ForwardedNew);
+    assert_ne!(ends(&there.frame).0.1, PORT, "the pod may be in TIME_WAIT");
+    engine
+        .lose_flow(map::YOUNG, &forward_key(IMAGES))
+        .expect("was there");
     let mut closing = young(&mut engine, INSTANCE).expect("guards");
     closing.last_seen -= 61 * 1000;
     engine
         .set_flow(map::YOUNG, &forward_key(INSTANCE), closing)
         .expect("writes");
-    run(&mut engine, program::XDP, &syn, Verdict::ForwardedNew);
+    let there = run(&mut engine, program::XDP, &syn, Verdict::ForwardedNew);
+    assert_eq!(ends(&there.frame).0.1, PORT);
     assert!(
         young(&mut engine, INSTANCE).is_none(),
         "would catch the new flow's replies"
@@ -930,6 +1015,7 @@ fn a_half_written_service_is_not_used() {
             seed: 0,
             count: 1,
             pad: 0,
+            local: u64::MAX,
             candidates,
             pad_tail: 0,
             version_tail: 6,
