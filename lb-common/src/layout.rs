@@ -8,8 +8,8 @@
 
 use core::mem::{offset_of, size_of};
 
-/// Version of everything in this module; part of the pin path (`…/v4/`).
-pub const LAYOUT_VERSION: u32 = 4;
+/// Version of everything in this module; part of the pin path (`…/v5/`).
+pub const LAYOUT_VERSION: u32 = 5;
 
 /// How many uplinks (attachments) one agent manages at most.
 pub const MAX_UPLINKS: u32 = 16;
@@ -35,6 +35,8 @@ pub const DEFAULT_YOUNG_FLOWS: u32 = 65_536;
 pub const MAX_PEERS: u32 = 32;
 /// How many flows of peers sit elsewhere than the hash places them, at most.
 pub const MAX_EXCEPTIONS: u32 = 65_536;
+/// How many source ranges all services together have at most, equal lists counted once.
+pub const MAX_SOURCE_RANGES: u32 = 2048;
 /// Addresses that a peer has on an uplink, at most.
 pub const MAX_PEER_ADDRS: usize = 4;
 /// Directly connected clients remembered with `bypass: allow` (LRU).
@@ -93,8 +95,10 @@ pub mod map {
     pub const EXCEPTIONS: &str = "exceptions";
     /// [`Announcer`](super::Announcer) by [`Addr`](super::Addr) of a VIP whose announcer is elected.
     pub const ANNOUNCERS: &str = "announcers";
+    /// 1 by [`Source`](super::Source), a trie of prefixes: who may open connections to services with source ranges.
+    pub const SOURCES: &str = "sources";
     /// All of them.
-    pub const ALL: [&str; 25] = [
+    pub const ALL: [&str; 26] = [
         UPLINKS,
         VIPS,
         SERVICES,
@@ -120,6 +124,7 @@ pub mod map {
         REFLECTIONS,
         EXCEPTIONS,
         ANNOUNCERS,
+        SOURCES,
     ];
 }
 
@@ -392,8 +397,8 @@ pub struct Service {
     pub seed: u64,
     /// How many of `candidates` are in use.
     pub count: u32,
-    /// Zero.
-    pub pad: u32,
+    /// Number of the list of source ranges that new flows must come from, 0 for anywhere. See [`Source`].
+    pub sources: u32,
     /// Bit `n` is set where `candidates[n]` is on this node: what a peer hands on is for one of them.
     pub local: u64,
     /// Backends that take new flows, sorted by stable identity.
@@ -410,6 +415,40 @@ pub const SERVICE_INSTANCE: u16 = 1;
 pub const SERVICE_CLIENT_IP: u16 = 2;
 /// Some backend is on a node whose program does not reflect probes: flows that find no entry may be its own.
 pub const SERVICE_SILENT: u16 = 4;
+
+/// What follows the length of the prefix in a key of the `sources` trie. The first word, always part of the prefix,
+/// tells list and version of IP apart: else `::/0` would contain every IPv4 address.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Source {
+    /// Number of the list, as in [`Service::sources`].
+    pub list: u16,
+    /// Place of the version of IP, as [`version`] says.
+    pub version: u16,
+    /// The client, or the range's address.
+    pub addr: Addr,
+}
+
+impl Source {
+    /// Length of a key's prefix up to the end of the address, in bits.
+    pub const BITS: u32 = 8 * size_of::<Self>() as u32;
+
+    /// What an address is looked up by in a list.
+    #[inline(always)]
+    pub fn new(list: u32, addr: Addr) -> Self {
+        Self {
+            list: list as u16,
+            version: version(&addr) as u16,
+            addr,
+        }
+    }
+
+    /// Length of a key's prefix up to the beginning of what the version of IP calls the address.
+    #[inline(always)]
+    pub fn fixed_bits(&self) -> u32 {
+        Self::BITS - if self.version == 0 { 32 } else { 128 }
+    }
+}
 
 /// One pod port behind one VIP port.
 #[repr(C)]
@@ -798,6 +837,7 @@ sizes! {
     Peer = 72,
     PeerMac = 8,
     PeerInfo = 144,
+    Source = 20,
     Reflection = 16,
     Exception = 4,
     Announcer = 216,

@@ -49,6 +49,7 @@ macro_rules! verdicts {
                         | Self::RefusedNoService
                         | Self::RefusedGone
                         | Self::RefusedTableFull
+                        | Self::RefusedSource
                 )
             }
 
@@ -126,6 +127,7 @@ verdicts! {
     ForwardedIcmp = "forwarded_icmp", Pass, "ICMP error about a reply of a pod (fragmentation needed, packet too big, unreachable): steered to that pod by the packet that it quotes, which is rewritten too.";
     RepliedIcmp = "replied_icmp", Pass, "ICMP error about a client's packet to a pod: it and what it quotes carry the VIP instead of the pod.";
     DroppedIcmpUnknown = "dropped_icmp_unknown", Drop, "ICMP error for the VIP about a TCP flow that is not known.";
+    RefusedSource = "refused_source", Transmit, "New flow from an address outside of the service's source ranges; RST.";
 }
 
 /// Counters in the `verdicts` map; room for names to come.

@@ -1,10 +1,13 @@
 //! The forward path: client to VIP, to a pod of this node.
 
-use aya_ebpf::helpers::{bpf_jiffies64, bpf_ktime_get_boot_ns};
+use aya_ebpf::{
+    btf_maps::lpm_trie::Key,
+    helpers::{bpf_jiffies64, bpf_ktime_get_boot_ns},
+};
 use core::sync::atomic::{Ordering, compiler_fence};
 use lb_common::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, FLOW_CLAIMED, FLOW_CLOSING, FLOW_ELSEWHERE,
-    FLOW_HANDED_ON, FLOW_MISS, FLOW_REFUSED, Flow, FlowKey, MAX_PASS, POD_HOST, ServiceKey,
+    FLOW_HANDED_ON, FLOW_MISS, FLOW_REFUSED, Flow, FlowKey, MAX_PASS, POD_HOST, ServiceKey, Source,
     UPLINK_BYPASS_DROP, Uplink, VIP_EXTERNAL, Verdict, Vip, backend_generation, backend_index,
     choice, field,
     packet::{
@@ -18,8 +21,8 @@ use crate::{
     hook::{Hook, find_transport},
     icmp,
     maps::{
-        BACKENDS, CONTROL, DIRECT, LIVING, PODS, PRESSURE, SERVICES, UPLINK, UPLINKS, VIPS, YOUNG,
-        count_in, keep,
+        BACKENDS, CONTROL, DIRECT, LIVING, PODS, PRESSURE, SERVICES, SOURCES, UPLINK, UPLINKS,
+        VIPS, YOUNG, count_in, keep,
     },
     neighbor, peers, refuse,
 };
@@ -317,9 +320,13 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ver
             return Some(Verdict::RefusedNoBackend);
         }
         Choice::Inconsistent => return Some(Verdict::DroppedInconsistent),
-        Choice::Backend { id, service } => (id, service),
+        Choice::Backend {
+            id,
+            service,
+            sources,
+        } => (id, service, sources),
     };
-    let (id, service) = chosen;
+    let (id, service, sources) = chosen;
     if ip.is_from_no_host() {
         return Some(Verdict::DroppedSource);
     }
@@ -330,6 +337,14 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ver
         return Some(Verdict::DroppedInconsistent);
     }
     let peer = u32::from(backend.peer);
+    // A flow of long ago may be living at the peer.
+    if (syn || peer == 0) && !is_admitted(key, sources) {
+        return Some(if peers::handed_on() {
+            Verdict::DroppedNotHere
+        } else {
+            Verdict::RefusedSource
+        });
+    }
     if peer != 0 {
         if !syn {
             // No entry: it would outlive a moment in which the nodes' tables differ.
@@ -381,6 +396,15 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ver
     Some(rewritten(hook, ip, &to_pod(ip, tcp, &flow), verdict))
 }
 
+/// Whether a client may open connections to a service with that list of source ranges.
+#[inline(always)]
+fn is_admitted(key: &FlowKey, sources: u32) -> bool {
+    sources == 0
+        || SOURCES
+            .get(&Key::new(Source::BITS, Source::new(sources, key.client)))
+            .is_some()
+}
+
 /// Number of the node that the hash places a flow on, 0 for this one.
 #[inline(always)]
 pub fn place(key: &FlowKey) -> Option<u16> {
@@ -394,7 +418,7 @@ enum Choice {
     NoService,
     NoBackend,
     Inconsistent,
-    Backend { id: u32, service: u16 },
+    Backend { id: u32, service: u16, sources: u32 },
 }
 
 /// Chooses among the VIP port's candidates, for what a peer handed on among those of this node, and trusts the answer
@@ -407,6 +431,7 @@ fn choose(key: &FlowKey) -> Choice {
             return Choice::NoService;
         };
         let (version, id, count) = (service.version, service.id, service.count);
+        let sources = service.sources;
         compiler_fence(Ordering::SeqCst);
         // All of them unless it was handed on; without a branch, to be verified once.
         let among = service.local | peers::handed_on_word().wrapping_sub(1);
@@ -419,6 +444,7 @@ fn choose(key: &FlowKey) -> Choice {
             Some(backend) => Choice::Backend {
                 id: backend,
                 service: id,
+                sources,
             },
             None if count == 0 || peers::handed_on() => Choice::NoBackend,
             None => Choice::Inconsistent,

@@ -2,14 +2,15 @@
 
 use aya_ebpf::{
     Global,
-    btf_maps::{Array, HashMap, LruHashMap, PerCpuArray},
+    btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray},
     macros::btf_map,
 };
 use lb_common::{
     Addr, Announcer, Backend, BackendInfo, Bucket, Control, DEFAULT_LIVING_FLOWS,
     DEFAULT_YOUNG_FLOWS, DIRECT_FLOWS, Exception, Flow, FlowKey, MAX_BACKENDS, MAX_EXCEPTIONS,
-    MAX_PEERS, MAX_PORTS, MAX_UPLINKS, MAX_VIPS, Peer, PeerInfo, PeerMac, Pod, PodPort, PortInfo,
-    Pressure, Reflection, Service, ServiceKey, Traffic, Uplink, Verdict, Vip,
+    MAX_PEERS, MAX_PORTS, MAX_SOURCE_RANGES, MAX_UPLINKS, MAX_VIPS, Peer, PeerInfo, PeerMac, Pod,
+    PodPort, PortInfo, Pressure, Reflection, Service, ServiceKey, Source, Traffic, Uplink, Verdict,
+    Vip,
     packet::{Ip, Tcp},
     verdict::MAX_VERDICTS,
 };
@@ -79,6 +80,8 @@ maps! {
     EXCEPTIONS, "exceptions": HashMap<FlowKey, Exception, { MAX_EXCEPTIONS as usize }>;
     /// See [`lb_common::map::ANNOUNCERS`].
     ANNOUNCERS, "announcers": HashMap<Addr, Announcer, { MAX_VIPS as usize }>;
+    /// See [`lb_common::map::SOURCES`]. Twice the number, so that old and new lists fit beside each other.
+    SOURCES, "sources": LpmTrie<Source, u32, { 2 * MAX_SOURCE_RANGES as usize }>;
     /// What one run of a program keeps outside its stack.
     SCRATCH, "scratch": PerCpuArray<Scratch, 1>;
 }

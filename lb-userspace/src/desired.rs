@@ -5,6 +5,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ipnet::IpNet;
+
 /// Everything that a source wants of this node.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct DesiredState {
@@ -212,6 +214,8 @@ pub struct ServiceSpec {
     pub instance_ports: Vec<InstancePorts>,
     /// All flows of a client to one backend.
     pub client_affinity: bool,
+    /// Where clients may be, `None` for anywhere. Of the version of IP of which there is none, nobody is.
+    pub source_ranges: Option<BTreeSet<IpNet>>,
     /// Health check, if any.
     pub health: Option<HealthSpec>,
     /// Pods.

@@ -11,7 +11,8 @@ use std::net::IpAddr;
 
 use lb_common::choice::name_hash;
 use lb_common::{
-    MAX_BACKENDS, MAX_BACKENDS_PER_PORT, MAX_PASS, MAX_PORTS, MAX_VIP_PORTS_PER_POD_PORT,
+    MAX_BACKENDS, MAX_BACKENDS_PER_PORT, MAX_PASS, MAX_PORTS, MAX_SOURCE_RANGES,
+    MAX_VIP_PORTS_PER_POD_PORT,
 };
 
 use crate::desired::{BackendSpec, DesiredState, ServiceSpec};
@@ -236,6 +237,19 @@ pub enum Warning {
         /// VIP.
         vip: IpAddr,
     },
+    /// The source ranges of all services are more than fit.
+    #[error(
+        "service {service}: port {port} of {vip} is not served, for want of room for its source ranges; \
+         at most {MAX_SOURCE_RANGES} an agent, equal lists counted once"
+    )]
+    TooManySourceRanges {
+        /// Service.
+        service: String,
+        /// VIP.
+        vip: IpAddr,
+        /// Port.
+        port: u16,
+    },
     /// The tables are full.
     #[error(
         "service {service}: port {port} of {vip} is not served; \
@@ -329,6 +343,7 @@ impl Planner {
             ports,
             instance_ports,
             client_affinity: _,
+            source_ranges: _,
             health: _,
             backends,
         } = service;
@@ -430,6 +445,7 @@ impl Planner {
                     slot,
                     seed: name_hash(&service.name),
                     client_affinity: service.client_affinity,
+                    source_ranges: service.source_ranges.clone(),
                     backends,
                 });
             }
@@ -484,10 +500,27 @@ impl Planner {
     /// Ports beyond the size of the maps are not served.
     fn limit_tables(&mut self, order: &[(IpAddr, u16)]) {
         let (mut ports, mut backends) = (0, 0);
+        let (mut lists, mut ranges) = (BTreeSet::new(), 0);
         for &(vip, port) in order {
             let Some(row) = self.tables.ports.get(&(vip, port)) else {
                 continue;
             };
+            if let Some(list) = &row.source_ranges
+                && !lists.contains(list)
+            {
+                if ranges + list.len() > MAX_SOURCE_RANGES as usize {
+                    // Open to all is no choice.
+                    self.warnings.push(Warning::TooManySourceRanges {
+                        service: row.service.clone(),
+                        vip,
+                        port,
+                    });
+                    self.tables.ports.remove(&(vip, port));
+                    continue;
+                }
+                ranges += list.len();
+                lists.insert(list.clone());
+            }
             let count = row.backends.len();
             if ports < MAX_PORTS as usize && backends + count <= MAX_BACKENDS as usize {
                 ports += 1;

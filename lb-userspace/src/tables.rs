@@ -1,7 +1,9 @@
 //! What the plan says the maps shall hold, in logical terms: the dataplane gives ids and slots to rows.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+
+use ipnet::IpNet;
 
 use crate::desired::{Announce, PassSpec, Refuse};
 pub use crate::peers::PeerLink;
@@ -60,6 +62,8 @@ pub struct PortRow {
     pub seed: u64,
     /// All flows of a client to one backend.
     pub client_affinity: bool,
+    /// Where clients of new flows may be, `None` for anywhere.
+    pub source_ranges: Option<BTreeSet<IpNet>>,
     /// Pods in the [`natural`](crate::plan::natural) order of instances, at most [`lb_common::MAX_BACKENDS_PER_PORT`]; those that take no new flows included.
     pub backends: Vec<BackendRow>,
 }

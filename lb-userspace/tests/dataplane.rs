@@ -199,6 +199,7 @@ fn tables(backends: &[(&str, u8)]) -> TableSet {
         slot: None,
         seed: 7,
         client_affinity: false,
+        source_ranges: None,
         backends: backends.iter().map(row).collect(),
     };
     TableSet {

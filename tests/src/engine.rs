@@ -6,14 +6,15 @@ use std::net::IpAddr;
 use std::sync::LazyLock;
 
 use anyhow::{Context, Result, bail};
+use aya::maps::lpm_trie::{Key, LpmTrie};
 use aya::maps::{Array, HashMap, MapData, PerCpuArray};
 use aya::programs::{Program, TestRun, TestRunOptions};
 use aya::{Btf, Ebpf, EbpfLoader, Pod};
 use lb_common::layout::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Exception, Flow, FlowKey,
     MAX_BACKENDS_PER_PORT, MAX_VIP_PORTS_PER_POD_PORT, MODE_NATIVE, MODE_TC, Peer, PeerMac,
-    PodPort, Reflection, Service, ServiceKey, Traffic, Uplink, Vip, backend_id, global, map,
-    peer_link, program,
+    PodPort, Reflection, Service, ServiceKey, Source, Traffic, Uplink, Vip, backend_id, global,
+    map, peer_link, program,
 };
 use lb_common::{Verdict, choice};
 
@@ -333,6 +334,21 @@ impl Engine {
         self.set_service(key, service)
     }
 
+    /// Admits to a VIP port clients of these ranges alone, by a list of that number.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn admit(&mut self, key: ServiceKey, list: u32, ranges: &[(IpAddr, u8)]) -> Result<()> {
+        let map = self.ebpf.map_mut(map::SOURCES).context("no sources")?;
+        let mut trie = LpmTrie::<_, Source, u32>::try_from(map)?;
+        for (address, length) in ranges {
+            let source = Source::new(list, Addr::from(*address));
+            let prefix = source.fixed_bits() + u32::from(*length);
+            trie.insert(&Key::new(prefix, source), 1, 0)?;
+        }
+        self.change_service(key, |service| service.sources = list)
+    }
+
     /// Says which addresses are pods.
     ///
     /// # Errors
@@ -395,7 +411,7 @@ impl Engine {
                 flags: 0,
                 seed: choice::name_hash("metal3/ironic"),
                 count: backends.len() as u32,
-                pad: 0,
+                sources: 0,
                 local: u64::MAX,
                 candidates,
                 pad_tail: 0,

@@ -14,7 +14,8 @@ use crate::dataplane::read::{PortView, Reader};
 Exit codes: 0 success, 1 error, 3 nothing is loaded at that root.
 
 READY counts the backends that take new flows among those that exist: a port with none refuses new
-connections. A port with a slot belongs to one instance and is never another's.
+connections. A port with a slot belongs to one instance and is never another's. FROM are the source ranges
+that new connections must come from, where not all are admitted.
 
 Examples:
   ironlb services
@@ -30,7 +31,7 @@ pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCod
         Output::Json => emit_json(&ports)?,
         Output::Table => emit(&table(
             &[
-                "VIP", "SERVICE", "PORT", "SLOT", "READY", "BACKENDS", "FLOWS", "IN", "OUT",
+                "VIP", "SERVICE", "PORT", "SLOT", "FROM", "READY", "BACKENDS", "FLOWS", "IN", "OUT",
             ],
             ports.iter().map(row),
         ))?,
@@ -38,7 +39,7 @@ pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCod
     Ok(ExitCode::SUCCESS)
 }
 
-fn row(port: &PortView) -> [String; 9] {
+fn row(port: &PortView) -> [String; 10] {
     let instances: Vec<_> = port
         .backends
         .iter()
@@ -52,6 +53,14 @@ fn row(port: &PortView) -> [String; 9] {
         port.service.clone(),
         port.name.clone(),
         or_dash(port.slot),
+        match &port.source_ranges {
+            None => "-".to_owned(),
+            Some(ranges) if ranges.is_empty() => "nowhere".to_owned(),
+            Some(ranges) => {
+                let ranges: Vec<_> = ranges.iter().map(ToString::to_string).collect();
+                some_of(&ranges, 2)
+            }
+        },
         match port.serving {
             true => format!("{}/{}", port.eligible, port.backends.len()),
             false => "leaving".to_owned(),

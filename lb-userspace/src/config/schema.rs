@@ -105,6 +105,8 @@ pub(super) struct Service {
     pub health: Option<Health>,
     #[serde(default, rename = "sessionAffinity")]
     pub session_affinity: Option<Text>,
+    #[serde(default, rename = "sourceRanges")]
+    pub source_ranges: Option<Spanned<Vec<Text>>>,
     #[serde(default)]
     pub backends: Vec<Backend>,
 }

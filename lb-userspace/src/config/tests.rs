@@ -25,6 +25,7 @@ services:
     instance_ports: {images: 6200-6231}
     health: {tcp: 6385, interval: 250ms, fail: 5}
     sessionAffinity: ClientIP
+    sourceRanges: [172.22.0.0/16, \"fd00:22::/64\"]
     backends:
       - {instance: ironic-0, slot: 0, address: 10.244.0.11}
       - {instance: ironic-1, slot: 31, address: 10.244.0.12, ready: false}
@@ -123,6 +124,10 @@ fn every_key_of_the_format_arrives_in_the_desired_state() {
                 except: BTreeSet::new(),
             }],
             client_affinity: true,
+            source_ranges: Some(BTreeSet::from([
+                "172.22.0.0/16".parse().expect("a network"),
+                "fd00:22::/64".parse().expect("a network"),
+            ])),
             health: Some(HealthSpec {
                 tcp: 6385,
                 interval: Duration::from_millis(250),
@@ -136,6 +141,7 @@ fn every_key_of_the_format_arrives_in_the_desired_state() {
     );
     assert_eq!(state.services[1].health, None);
     assert!(!state.services[1].client_affinity);
+    assert_eq!(state.services[1].source_ranges, None);
 }
 
 #[test]
@@ -212,12 +218,12 @@ fn each_mistake_is_one_message_with_its_place() {
         (
             "ready: false",
             "ready: perhaps",
-            "17:69: services[0].backends[1].ready: not `true` or `false`",
+            "18:69: services[0].backends[1].ready: not `true` or `false`",
         ),
         (
             "port: 6385}]\n",
             "port: 6385}]\n---\nuplinks: []\n",
-            "22:1: a second document",
+            "23:1: a second document",
         ),
         (
             "uplinks:\n",
@@ -233,7 +239,7 @@ fn each_mistake_is_one_message_with_its_place() {
         (
             "subnet: 172.22.0.0/24",
             "subnet: 172.22.0.9/24",
-            "3:14: uplinks[0].subnet: 172.22.0.9/24 has host bits set; the subnet is 172.22.0.0/24",
+            "3:14: uplinks[0].subnet: 172.22.0.9/24 has host bits set; the network is 172.22.0.0/24",
         ),
         (
             "subnet: 172.22.0.0/24",
@@ -383,22 +389,22 @@ fn each_mistake_is_one_message_with_its_place() {
         (
             "name: other",
             "name: ironic",
-            "18:11: services[1].name: service `ironic` is already in line 9",
+            "19:11: services[1].name: service `ironic` is already in line 9",
         ),
         (
             "vip: 172.22.0.3",
             "vip: 172.22.0.5",
-            "19:10: services[1].vip: 172.22.0.5 is not in `vips`",
+            "20:10: services[1].vip: 172.22.0.5 is not in `vips`",
         ),
         (
             "vip: 172.22.0.3",
             "vip: 172.22.0.2",
-            "20:31: services[1].ports[0].port: port 6385 of 172.22.0.2 is already taken by port `api` of service `ironic` (line 11)",
+            "21:31: services[1].ports[0].port: port 6385 of 172.22.0.2 is already taken by port `api` of service `ironic` (line 11)",
         ),
         (
             "[{name: api, port: 6385}]",
             "[]",
-            "20:12: services[1].ports: a service needs at least one port",
+            "21:12: services[1].ports: a service needs at least one port",
         ),
         (
             "targetPort: 6180}",
@@ -456,39 +462,54 @@ fn each_mistake_is_one_message_with_its_place() {
             "14:22: services[0].sessionAffinity: `ClientIp` is not one of `None`, `ClientIP`",
         ),
         (
+            "[172.22.0.0/16, \"fd00:22::/64\"]",
+            "[172.22.0.0/16, 172.23.0.1]",
+            "15:35: services[0].sourceRanges[1]: `172.23.0.1` is not a range of addresses such as 172.22.0.0/24",
+        ),
+        (
+            "172.22.0.0/16,",
+            "172.22.0.1/16,",
+            "15:20: services[0].sourceRanges[0]: 172.22.0.1/16 has host bits set; the network is 172.22.0.0/16",
+        ),
+        (
+            "[172.22.0.0/16, \"fd00:22::/64\"]",
+            "[]",
+            "15:19: services[0].sourceRanges: no range admits nobody; leave the key out to admit all",
+        ),
+        (
             "instance: ironic-1",
             "instance: ironic-0",
-            "17:20: services[0].backends[1].instance: instance `ironic-0` is already in line 16",
+            "18:20: services[0].backends[1].instance: instance `ironic-0` is already in line 17",
         ),
         (
             "slot: 31",
             "slot: 32",
-            "17:36: services[0].backends[1].slot: slot 32 has no port in the range `images` 6200-6231, which ends with slot 31",
+            "18:36: services[0].backends[1].slot: slot 32 has no port in the range `images` 6200-6231, which ends with slot 31",
         ),
         (
             "slot: 31",
             "slot: 0",
-            "17:36: services[0].backends[1].slot: slot 0 is already that of instance `ironic-0`",
+            "18:36: services[0].backends[1].slot: slot 0 is already that of instance `ironic-0`",
         ),
         (
             "10.244.0.12",
             "10.244.0.11",
-            "17:49: services[0].backends[1].address: 10.244.0.11 is already the address of instance `ironic-0`",
+            "18:49: services[0].backends[1].address: 10.244.0.11 is already the address of instance `ironic-0`",
         ),
         (
             "10.244.0.12",
             "172.22.0.3",
-            "17:49: services[0].backends[1].address: 172.22.0.3 is the VIP of line 6",
+            "18:49: services[0].backends[1].address: 172.22.0.3 is the VIP of line 6",
         ),
         (
             "10.244.0.12",
             "fd00::12",
-            "17:49: services[0].backends[1].address: fd00::12: the service has no VIP of IPv6",
+            "18:49: services[0].backends[1].address: fd00::12: the service has no VIP of IPv6",
         ),
         (
             "10.244.0.12",
             "\"10.244.0.12, 10.244.0.13\"",
-            "17:49: services[0].backends[1].address: 10.244.0.12 and 10.244.0.13: one address of IPv4",
+            "18:49: services[0].backends[1].address: 10.244.0.12 and 10.244.0.13: one address of IPv4",
         ),
         // Addresses that no host has.
         (
@@ -539,17 +560,17 @@ fn each_mistake_is_one_message_with_its_place() {
         (
             "10.244.0.12",
             "172.22.0.255",
-            "17:49: services[0].backends[1].address: 172.22.0.255 is the broadcast address of 172.22.0.0/24, not a host",
+            "18:49: services[0].backends[1].address: 172.22.0.255 is the broadcast address of 172.22.0.0/24, not a host",
         ),
         (
             "10.244.0.12",
             "127.0.0.1",
-            "17:49: services[0].backends[1].address: 127.0.0.1 is not a unicast address that others can reach",
+            "18:49: services[0].backends[1].address: 127.0.0.1 is not a unicast address that others can reach",
         ),
         (
             "10.244.0.12",
             "0.0.0.0",
-            "17:49: services[0].backends[1].address: 0.0.0.0 is not a unicast address that others can reach",
+            "18:49: services[0].backends[1].address: 0.0.0.0 is not a unicast address that others can reach",
         ),
         (
             "subnet: 172.22.0.0/24",
@@ -600,7 +621,7 @@ fn each_mistake_is_one_message_with_its_place() {
         (
             "name: other",
             "name: \"oth\\u202Eer\"",
-            "18:11: services[1].name: a character that is not shown",
+            "19:11: services[1].name: a character that is not shown",
         ),
         (
             "name: api",
@@ -610,12 +631,12 @@ fn each_mistake_is_one_message_with_its_place() {
         (
             "instance: ironic-1",
             "instance: \"a\\nb\"",
-            "17:20: services[0].backends[1].instance: a character that is not shown",
+            "18:20: services[0].backends[1].instance: a character that is not shown",
         ),
         (
             "instance: ironic-1",
             "instance: \"\\e[31mred\"",
-            "17:20: services[0].backends[1].instance: a character that is not shown",
+            "18:20: services[0].backends[1].instance: a character that is not shown",
         ),
         (
             "[metal3]",
@@ -656,7 +677,7 @@ fn all_mistakes_of_meaning_are_told_at_once_in_the_order_of_the_file() {
         .replace("slot: 31", "slot: 99");
     let found = mistakes(&text);
     let lines: Vec<_> = found.iter().map(|m| m.split(':').next()).collect();
-    assert_eq!(lines, [Some("3"), Some("11"), Some("17")], "{found:#?}");
+    assert_eq!(lines, [Some("3"), Some("11"), Some("18")], "{found:#?}");
 }
 
 #[test]
@@ -751,11 +772,11 @@ fn a_name_that_the_maps_would_cut_is_refused() {
     let text = GOOD.replace("name: other", &format!("name: {fits}x"));
     assert!(parse(Path::new("lb.yaml"), &text).is_ok(), "95 bytes");
     for (find, at) in [
-        ("name: other", "18:11: services[1].name"),
+        ("name: other", "19:11: services[1].name"),
         ("name: api", "11:20: services[0].ports[0].name"),
         (
             "instance: ironic-1",
-            "17:20: services[0].backends[1].instance",
+            "18:20: services[0].backends[1].instance",
         ),
     ] {
         let key = find.split(' ').next().expect("a key");

@@ -375,27 +375,29 @@ impl Checker {
     }
 
     fn subnet(&mut self, path: &str, raw: &Text) -> Option<UplinkSelector> {
-        let Ok(net) = raw.value.parse::<IpNet>() else {
-            let message = format!("`{}` is not a subnet such as 172.22.0.0/24", raw.value);
-            self.complain(raw.referenced, path, message);
-            return None;
-        };
-        if net.prefix_len() > 0 && !is_unicast(net.addr()) {
-            let message = format!("{net} is not a subnet of unicast addresses");
-            self.complain(raw.referenced, path, message);
-            return None;
-        }
-        if net.trunc() != net {
-            let message = format!("{net} has host bits set; the subnet is {}", net.trunc());
-            self.complain(raw.referenced, path, message);
-            return None;
-        }
+        let net = self.network(path, raw, "a subnet")?;
         if net.prefix_len() == 0 {
             let message = format!("{net} is every network; name the one that the uplink is in");
             self.complain(raw.referenced, path, message);
             return None;
         }
         Some(UplinkSelector::Subnet(net.addr(), net.prefix_len()))
+    }
+
+    /// A network, of which a message says that the text is not `what`.
+    fn network(&mut self, path: &str, raw: &Text, what: &str) -> Option<IpNet> {
+        let mistake = match raw.value.parse::<IpNet>() {
+            Err(_) => format!("`{}` is not {what} such as 172.22.0.0/24", raw.value),
+            Ok(net) if net.prefix_len() > 0 && !is_unicast(net.addr()) => {
+                format!("{net} is not {what} of unicast addresses")
+            }
+            Ok(net) if net.trunc() != net => {
+                format!("{net} has host bits set; the network is {}", net.trunc())
+            }
+            Ok(net) => return Some(net),
+        };
+        self.complain(raw.referenced, path, mistake);
+        None
     }
 
     fn mac(&mut self, path: &str, raw: &Text) -> Option<UplinkSelector> {
@@ -632,6 +634,7 @@ impl Checker {
             instance_ports,
             health,
             session_affinity,
+            source_ranges,
             backends,
         } = raw;
         let vip_path = format!("{path}.vip");
@@ -647,6 +650,9 @@ impl Checker {
             session_affinity.as_ref(),
             &[("None", false), ("ClientIP", true)],
         );
+        let source_ranges = source_ranges
+            .as_ref()
+            .map(|ranges| self.source_ranges(&format!("{path}.sourceRanges"), ranges));
         let port_names: Vec<_> = ports.value.iter().map(|port| &*port.name.value).collect();
         let ranges = instance_ports.as_ref();
         let ports = self.ports(path, &name.value, &vips, ports);
@@ -662,10 +668,24 @@ impl Checker {
             ports: ports.clone(),
             instance_ports: ranges.clone(),
             client_affinity,
+            source_ranges: source_ranges.clone(),
             health,
             backends: BackendSpec::behind(*vip, &backends),
         };
         vips.iter().map(of).collect()
+    }
+
+    fn source_ranges(&mut self, path: &str, raw: &Spanned<Vec<Text>>) -> BTreeSet<IpNet> {
+        if raw.value.is_empty() {
+            let message = "no range admits nobody; leave the key out to admit all";
+            self.complain(raw.referenced, path, message);
+        }
+        let mut ranges = BTreeSet::new();
+        for (at, range) in raw.value.iter().enumerate() {
+            let path = format!("{path}[{at}]");
+            ranges.extend(self.network(&path, range, "a range of addresses"));
+        }
+        ranges
     }
 
     fn ports(

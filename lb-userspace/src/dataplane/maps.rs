@@ -1,13 +1,15 @@
 //! The pinned maps: made from the object's definitions, checked against them, read and written as rows.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
+use aya::maps::lpm_trie::{Key, LpmTrie};
 use aya::maps::{Array, HashMap, Map, MapData, MapError, MapType, PerCpuArray, PerCpuValues};
 use aya_obj::Object;
 use aya_obj::generated::bpf_map_type;
 use lb_common::{
     Addr, Backend, BackendInfo, Control, Peer, PeerInfo, PeerMac, Pod, PodPort, PortInfo, Service,
-    ServiceKey, Traffic, Uplink, Vip, map,
+    ServiceKey, Source, Traffic, Uplink, Vip, map,
 };
 use tracing::warn;
 
@@ -151,6 +153,7 @@ pub(super) struct Maps {
     peer_macs: HashMap<MapData, PeerMac, u32>,
     peer_info: Array<MapData, PeerInfo>,
     peer_stats: PerCpuArray<MapData, Traffic>,
+    sources: LpmTrie<MapData, Source, u32>,
 }
 
 impl Maps {
@@ -172,6 +175,7 @@ impl Maps {
             peer_macs: pinned(dir, map::PEER_MACS)?,
             peer_info: pinned(dir, map::PEER_INFO)?,
             peer_stats: pinned(dir, map::PEER_STATS)?,
+            sources: pinned(dir, map::SOURCES)?,
         })
     }
 
@@ -193,6 +197,7 @@ impl Maps {
             peers: array(&self.peers, map::PEERS)?,
             peer_macs: hash(&self.peer_macs, map::PEER_MACS)?,
             peer_info: array(&self.peer_info, map::PEER_INFO)?,
+            sources: sources(&self.sources)?,
             version: 0,
         };
         let version = rows.services.values().map(|s| s.version).max().unwrap_or(0);
@@ -224,6 +229,14 @@ impl Maps {
             Write::RemovePodPort(key) => (map::POD_PORTS, self.pod_ports.remove(key)),
             Write::Service(key, row) => (map::SERVICES, self.services.insert(key, **row, 0)),
             Write::RemoveService(key) => (map::SERVICES, self.services.remove(key)),
+            Write::Source(prefix, source) => {
+                let key = Key::new(*prefix, *source);
+                (map::SOURCES, self.sources.insert(&key, 1, 0))
+            }
+            Write::RemoveSource(prefix, source) => {
+                let key = Key::new(*prefix, *source);
+                (map::SOURCES, self.sources.remove(&key))
+            }
             Write::Vip(addr, row) => (map::VIPS, self.vips.insert(addr, **row, 0)),
             Write::RemoveVip(addr) => (map::VIPS, self.vips.remove(addr)),
             Write::Peer(link, row) => (map::PEERS, self.peers.set(*link, **row, 0)),
@@ -251,6 +264,16 @@ fn array<V: aya::Pod>(
     map.iter()
         .collect::<Result<_, _>>()
         .map_err(|source| DataplaneError::map("read", name, source))
+}
+
+/// Source ranges, each with the length of its prefix.
+pub(super) fn sources(
+    map: &LpmTrie<MapData, Source, u32>,
+) -> Result<BTreeSet<(u32, Source)>, DataplaneError> {
+    map.keys()
+        .map(|key| key.map(|key| (key.prefix_len(), key.data())))
+        .collect::<Result<_, _>>()
+        .map_err(|source| DataplaneError::map("read", map::SOURCES, source))
 }
 
 fn hash<K, V, C>(map: &HashMap<MapData, K, V>, name: &'static str) -> Result<C, DataplaneError>

@@ -1,24 +1,25 @@
 //! Views of the pinned maps for people and tools. Needs no agent: whatever a map holds is shown, and
 //! what is half-written (a name without a row, a row without a name) is shown as far as it goes.
 
-use std::collections::{HashMap as Index, HashSet};
+use std::collections::{BTreeSet, HashMap as Index, HashSet};
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use aya::maps::{Array, HashMap, MapData, MapError, PerCpuArray};
 use aya::programs::links::{FdLink, PinnedLink};
+use ipnet::IpNet;
 use lb_common::{
     Addr, Announcer, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, BackendInfo, Control, FLOW_CLOSING,
     FLOW_HANDED_ON, FLOW_REFUSED, FORWARD, Flow, FlowKey, LAYOUT_VERSION, MAX_UPLINKS, MODE_NATIVE,
     MODE_TC, NAME_LEN, PEER_IS_LIVE, PEER_IS_REFLECTING, PEER_IS_SYNCED, POD_HOST, Pass, Peer,
-    PeerInfo, Pod, PortInfo, Pressure, SERVICE_CLIENT_IP, Service, ServiceKey, Traffic,
+    PeerInfo, Pod, PortInfo, Pressure, SERVICE_CLIENT_IP, Service, ServiceKey, Source, Traffic,
     UPLINK_BYPASS_DROP, Uplink, VIP_EXTERNAL, VIP_REFUSE_DROP, Verdict, Vip, backend_generation,
     backend_index, from_name, map, peer_link,
 };
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 
-use super::maps::pinned;
+use super::maps::{self, pinned};
 use super::{AttachedMode, DataplaneError, boot_time, nanoseconds, pins, ticks_per_second};
 
 /// An attachment.
@@ -161,6 +162,8 @@ pub struct PortView {
     pub slot: Option<u32>,
     /// All flows of a client to one backend.
     pub client_affinity: bool,
+    /// Where clients of new flows must be, where not all are admitted.
+    pub source_ranges: Option<Vec<IpNet>>,
     /// Whether the data plane serves it; false for one that has left and whose flows are being ended.
     pub serving: bool,
     /// How many backends take new flows.
@@ -468,6 +471,7 @@ impl Reader {
     pub fn ports(&self) -> Result<Vec<PortView>, DataplaneError> {
         let services: Vec<(ServiceKey, Service)> = self.hash(map::SERVICES)?;
         let services: Index<ServiceKey, Service> = services.into_iter().collect();
+        let sources = maps::sources(&pinned(&self.dir, map::SOURCES)?)?;
         let infos: Vec<PortInfo> = self.array(map::PORT_INFO)?;
         let stats = self.traffic(map::PORT_STATS)?;
         let mut backends: Index<u16, Vec<BackendView>> = Index::new();
@@ -486,6 +490,9 @@ impl Reader {
                 name: from_name(&info.port),
                 slot: info.slot.checked_sub(1),
                 client_affinity: service.is_some_and(|s| s.flags & SERVICE_CLIENT_IP != 0),
+                source_ranges: service
+                    .filter(|service| service.sources != 0)
+                    .map(|service| ranges(&sources, service.sources)),
                 serving: service.is_some(),
                 eligible: service.map_or(0, |service| service.count as usize),
                 backends: backends.remove(&id).unwrap_or_default(),
@@ -815,6 +822,19 @@ fn state(map_name: &str, flow: &Flow) -> FlowState {
     } else {
         FlowState::Young
     }
+}
+
+/// The ranges of a list.
+fn ranges(sources: &BTreeSet<(u32, Source)>, list: u32) -> Vec<IpNet> {
+    let of_list = sources
+        .iter()
+        .filter(|(_, source)| u32::from(source.list) == list);
+    let range = of_list.filter_map(|(prefix, source)| {
+        let length = prefix.checked_sub(source.fixed_bits())?;
+        IpNet::new(source.addr.into(), length as u8).ok()
+    });
+    let ranges: BTreeSet<IpNet> = range.collect();
+    ranges.into_iter().collect()
 }
 
 fn interface(uplinks: &[Uplink], slot: u32) -> String {

@@ -8,14 +8,15 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
 use std::time::Duration;
 
+use ipnet::IpNet;
 use lb_common::choice::identity;
 use lb_common::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, BackendInfo, Candidate, Control, Filter,
     MAX_BACKENDS, MAX_BACKENDS_PER_PORT, MAX_PASS, MAX_PEERS, MAX_PORTS, MAX_UPLINKS,
     MAX_VIP_PORTS_PER_POD_PORT, MAX_VIPS, NAME_LEN, PEER_IS_LIVE, PEER_IS_REFLECTING,
     PEER_IS_SYNCED, PEER_REFLECTS, POD_HOST, Pass, Peer, PeerInfo, PeerMac, Pod, PodPort, PortInfo,
-    SERVICE_CLIENT_IP, SERVICE_INSTANCE, SERVICE_SILENT, Service, ServiceKey, Uplink, VIP_EXTERNAL,
-    VIP_REFUSE_DROP, Vip, backend_id, from_name, peer_link, to_name,
+    SERVICE_CLIENT_IP, SERVICE_INSTANCE, SERVICE_SILENT, Service, ServiceKey, Source, Uplink,
+    VIP_EXTERNAL, VIP_REFUSE_DROP, Vip, backend_id, from_name, peer_link, to_name,
 };
 
 use super::GONE_AFTER;
@@ -37,6 +38,8 @@ pub(super) struct Rows {
     pub(super) peers: Vec<Peer>,
     pub(super) peer_macs: BTreeMap<PeerMac, u32>,
     pub(super) peer_info: Vec<PeerInfo>,
+    /// Source ranges, each with the length of its prefix.
+    pub(super) sources: BTreeSet<(u32, Source)>,
     /// The highest version that a service was written with; no map holds it.
     pub(super) version: u32,
 }
@@ -101,6 +104,7 @@ impl Default for Rows {
             peers: vec![Peer::default(); (MAX_PEERS * MAX_UPLINKS) as usize],
             peer_macs: BTreeMap::new(),
             peer_info: vec![NO_PEER_INFO; MAX_PEERS as usize],
+            sources: BTreeSet::new(),
             version: 0,
         }
     }
@@ -124,6 +128,8 @@ pub(super) enum Write {
     RemovePodPort(ServiceKey),
     Service(ServiceKey, Box<Service>),
     RemoveService(ServiceKey),
+    Source(u32, Source),
+    RemoveSource(u32, Source),
     Vip(Addr, Box<Vip>),
     RemoveVip(Addr),
     /// By [`peer_link`](lb_common::peer_link).
@@ -163,6 +169,12 @@ impl Rows {
             }
             Write::RemoveService(key) => {
                 self.services.remove(key);
+            }
+            Write::Source(prefix, source) => {
+                self.sources.insert((*prefix, *source));
+            }
+            Write::RemoveSource(prefix, source) => {
+                self.sources.remove(&(*prefix, *source));
             }
             Write::Vip(addr, row) => {
                 self.vips.insert(*addr, **row);
@@ -376,6 +388,7 @@ impl<'a> Goal<'a> {
         let mut next = rows.clone();
         next.vips.clear();
         next.services.clear();
+        next.sources.clear();
         next.pods.clear();
         next.pod_ports.clear();
         next.port_info.fill(NO_PORT_INFO);
@@ -666,7 +679,27 @@ impl<'a> Goal<'a> {
         self.next.control.pod_filter = filter;
     }
 
+    /// Source ranges; equal lists are one, by the lowest id that has it. Returns the number of every list.
+    fn derive_sources<'t>(&mut self, tables: &'t TableSet) -> HashMap<&'t BTreeSet<IpNet>, u32> {
+        let mut lists: HashMap<&BTreeSet<IpNet>, u32> = HashMap::new();
+        for (place, &id) in &self.ids {
+            if let Some(ranges) = &tables.ports[place].source_ranges {
+                let number = u32::from(id) + 1;
+                lists
+                    .entry(ranges)
+                    .and_modify(|list| *list = number.min(*list))
+                    .or_insert(number);
+            }
+        }
+        for (ranges, list) in &lists {
+            let sources = ranges.iter().map(|range| source(*list, range));
+            self.next.sources.extend(sources);
+        }
+        lists
+    }
+
     fn derive_services(&mut self, tables: &TableSet) {
+        let lists = self.derive_sources(tables);
         for (&(vip, port), &id) in &self.ids {
             let row = &tables.ports[&(vip, port)];
             let key = service_key(vip, port);
@@ -676,7 +709,7 @@ impl<'a> Goal<'a> {
                 flags: service_flags(row),
                 seed: row.seed,
                 count: 0,
-                pad: 0,
+                sources: row.source_ranges.as_ref().map_or(0, |ranges| lists[ranges]),
                 local: 0,
                 candidates: [Candidate::default(); MAX_BACKENDS_PER_PORT],
                 pad_tail: 0,
@@ -758,6 +791,12 @@ impl<'a> Goal<'a> {
 
 fn service_key(vip: IpAddr, port: u16) -> ServiceKey {
     ServiceKey::new(vip.into(), port)
+}
+
+/// A source range of a list, with the length of its prefix in the trie.
+fn source(list: u32, range: &IpNet) -> (u32, Source) {
+    let source = Source::new(list, range.network().into());
+    (source.fixed_bits() + u32::from(range.prefix_len()), source)
 }
 
 fn service_flags(row: &PortRow) -> u16 {
@@ -932,6 +971,10 @@ fn order(
         }
     }
 
+    for (prefix, source) in next.sources.difference(&now.sources) {
+        write(&mut held, Write::Source(*prefix, *source));
+    }
+
     // One version counter for all: a torn read of two services cannot end in equal versions.
     for (key, service) in &next.services {
         if !now
@@ -964,6 +1007,9 @@ fn order(
         .filter(|key| !next.services.contains_key(key))
     {
         write(&mut held, Write::RemoveService(*key));
+    }
+    for (prefix, source) in now.sources.difference(&next.sources) {
+        write(&mut held, Write::RemoveSource(*prefix, *source));
     }
     for (backend, index) in next.backends.iter().zip(0..) {
         if *backend != held.backends[usize::from(index)] {
@@ -1072,6 +1118,7 @@ mod tests {
                 slot: None,
                 seed: 1,
                 client_affinity: false,
+                source_ranges: None,
                 backends: backends.collect(),
             };
             tables.ports.insert((vip(*last), *port), row);
@@ -1172,6 +1219,71 @@ mod tests {
         let wanted = tables(&[(2, 6385, &[(0, 10, true), (1, 11, false)])]);
         assert!(agent.apply(&wanted) > 0);
         assert_eq!(agent.apply(&wanted), 0);
+    }
+
+    /// The ranges of every VIP port that has some.
+    fn admitted(rows: &Rows) -> BTreeMap<u16, BTreeSet<String>> {
+        let services = rows.services.iter().filter(|(_, s)| s.sources != 0);
+        let ranges = |service: &Service| {
+            let sources = rows.sources.iter();
+            let of_list = sources.filter(|(_, s)| u32::from(s.list) == service.sources);
+            let text = |(prefix, source): &(u32, Source)| {
+                let length = prefix - source.fixed_bits();
+                format!("{}/{length}", IpAddr::from(source.addr))
+            };
+            of_list.map(text).collect()
+        };
+        services.map(|(key, s)| (key.port, ranges(s))).collect()
+    }
+
+    #[test]
+    fn source_ranges_are_there_before_a_service_needs_them_and_equal_lists_are_one() {
+        let with = |ranges: [&[&str]; 3]| {
+            let backends: &[_] = &[(0, 10, true)];
+            let mut tables = tables(&[(2, 1, backends), (2, 2, backends), (2, 3, backends)]);
+            for (row, ranges) in tables.ports.values_mut().zip(ranges) {
+                let ranges = ranges.iter().map(|range| range.parse().expect("a network"));
+                row.source_ranges = Some(ranges.collect());
+            }
+            tables
+        };
+        let a = ["10.0.0.0/8", "fd00::/16"];
+        let b = ["172.22.0.0/24", "::/0"];
+        let steps: [([&[&str]; 3], usize); 4] = [
+            ([&a, &a, &[]], 2),
+            ([&b, &a, &a], 4),
+            ([&b, &b, &b], 2),
+            ([&[], &[], &[]], 0),
+        ];
+        let mut agent = Agent::new();
+        let mut before = BTreeMap::new();
+        for (ranges, rows) in steps {
+            let wanted = with(ranges);
+            let placement = BTreeMap::from([(vip(2), 0)]);
+            let input = Input {
+                tables: &wanted,
+                placement: &placement,
+                host: &BTreeSet::new(),
+                now: agent.now,
+            };
+            let next = (1..).zip(ranges.map(|list| list.iter().map(ToString::to_string).collect()));
+            let next: BTreeMap<u16, BTreeSet<String>> = next.collect();
+            for write in plan(&agent.rows, &agent.leaving, &input).writes {
+                agent.rows.record(&write);
+                for (port, now) in admitted(&agent.rows) {
+                    let has = |list: Option<&BTreeSet<String>>| {
+                        list.is_some_and(|list| list.is_subset(&now))
+                    };
+                    assert!(
+                        has(before.get(&port)) || has(next.get(&port)),
+                        "{port}: {now:?}"
+                    );
+                }
+            }
+            assert_eq!(admitted(&agent.rows), next);
+            assert_eq!(agent.rows.sources.len(), rows, "{ranges:?}");
+            before = next;
+        }
     }
 
     #[test]

@@ -28,6 +28,7 @@ fn checked(port: u16, fail: u32, addresses: &[IpAddr]) -> DesiredState {
             ports: vec![],
             instance_ports: vec![],
             client_affinity: false,
+            source_ranges: None,
             health: Some(HealthSpec {
                 tcp: port,
                 interval: Duration::from_millis(50),

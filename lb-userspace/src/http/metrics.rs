@@ -653,6 +653,7 @@ mod tests {
                 name: "images".to_owned(),
                 slot: Some(0),
                 client_affinity: false,
+                source_ranges: None,
                 serving: true,
                 eligible: 1,
                 backends: vec![backend(1), backend(2)],

@@ -2,7 +2,9 @@
 
 use std::net::IpAddr;
 
-use lb_common::{MAX_BACKENDS, MAX_BACKENDS_PER_PORT, MAX_PORTS, MAX_VIP_PORTS_PER_POD_PORT};
+use lb_common::{
+    MAX_BACKENDS, MAX_BACKENDS_PER_PORT, MAX_PORTS, MAX_SOURCE_RANGES, MAX_VIP_PORTS_PER_POD_PORT,
+};
 
 /// Something of a Service that is not served as it says.
 ///
@@ -67,11 +69,14 @@ pub enum Problem {
         /// Its protocol.
         protocol: String,
     },
-    /// Clients are not told apart.
+    /// A range that makes no sense.
     #[error(
-        "loadBalancerSourceRanges is not enforced: every client of the VIP's network is served"
+        "loadBalancerSourceRanges: `{text}` is not a range such as 172.22.0.0/24; it admits nobody"
     )]
-    SourceRangesIgnored,
+    BadSourceRange {
+        /// The range.
+        text: String,
+    },
     /// A group of the annotation that makes no sense.
     #[error("instance ports `{group}`: {why}")]
     BadInstancePorts {
@@ -170,6 +175,17 @@ pub enum Problem {
         /// Port that is short of pods.
         port: u16,
     },
+    /// The data plane has no room for who may connect.
+    #[error(
+        "port {port} of {vip} is not served, for want of room for its loadBalancerSourceRanges: at most \
+         {MAX_SOURCE_RANGES} a node, equal lists counted once"
+    )]
+    TooManySourceRanges {
+        /// VIP.
+        vip: IpAddr,
+        /// Port that is not served.
+        port: u16,
+    },
     /// The data plane is full.
     #[error(
         "port {port} of {vip} is not served: at most {MAX_PORTS} VIP ports and {MAX_BACKENDS} \
@@ -193,7 +209,7 @@ impl Problem {
             Self::NoFreeVip { .. } => "NoFreeVip",
             Self::PortTaken { .. } => "PortTaken",
             Self::ProtocolNotServed { .. } => "ProtocolNotServed",
-            Self::SourceRangesIgnored => "SourceRangesIgnored",
+            Self::BadSourceRange { .. } => "BadSourceRange",
             Self::BadInstancePorts { .. } => "BadInstancePorts",
             Self::BadSlots { .. } => "BadInstanceSlots",
             Self::SlotTaken { .. } => "InstanceSlotTaken",
@@ -203,9 +219,10 @@ impl Problem {
             | Self::EndpointIsVip { .. } => "EndpointNotAllowed",
             Self::NoTargetPort { .. } => "NoTargetPort",
             Self::HostPortClash { .. } => "HostPortClash",
-            Self::EndpointsUnused | Self::TooManyVipPorts { .. } | Self::TablesFull { .. } => {
-                "LimitReached"
-            }
+            Self::EndpointsUnused
+            | Self::TooManyVipPorts { .. }
+            | Self::TooManySourceRanges { .. }
+            | Self::TablesFull { .. } => "LimitReached",
         }
     }
 }

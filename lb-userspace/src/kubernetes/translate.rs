@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use ipnet::IpNet;
 use k8s_openapi::api::core::v1::{Pod, Service, ServicePort};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -69,6 +70,7 @@ pub struct Outcome {
 struct Served {
     name: String,
     client_affinity: bool,
+    source_ranges: Option<BTreeSet<IpNet>>,
     vips: BTreeMap<IpAddr, Ports>,
     /// Pods of all nodes; without one what can be reached from every node.
     backends: Vec<BackendSpec>,
@@ -103,6 +105,7 @@ impl Translation {
                     ports: ports.shared.clone(),
                     instance_ports: ports.instance.clone(),
                     client_affinity: served.client_affinity,
+                    source_ranges: served.source_ranges.clone(),
                     health: None,
                     backends: BackendSpec::behind(*vip, &served.backends),
                 });
@@ -148,6 +151,9 @@ impl Translation {
                     } => (service, Problem::TooManyVipPorts { vip, port }),
                     Warning::TablesFull { service, vip, port } => {
                         (service, Problem::TablesFull { vip, port })
+                    }
+                    Warning::TooManySourceRanges { service, vip, port } => {
+                        (service, Problem::TooManySourceRanges { vip, port })
                     }
                     // Decided here before, or not a Service's matter.
                     Warning::UnknownVip { .. }
@@ -376,12 +382,7 @@ impl<'a> Candidate<'a> {
         pods: &HashMap<&str, &Pod>,
     ) -> (Served, String, Outcome) {
         let spec = self.service.spec.clone().unwrap_or_default();
-        if spec
-            .load_balancer_source_ranges
-            .is_some_and(|ranges| !ranges.is_empty())
-        {
-            self.complain(Problem::SourceRangesIgnored);
-        }
+        let source_ranges = self.source_ranges(spec.load_balancer_source_ranges.as_deref());
         let ports = self.ports(spec.ports.as_deref().unwrap_or_default());
         let groups = self.groups(&ports);
         let mut vips = BTreeMap::new();
@@ -434,10 +435,25 @@ impl<'a> Candidate<'a> {
         let served = Served {
             name: self.key.clone(),
             client_affinity: spec.session_affinity.as_deref() == Some("ClientIP"),
+            source_ranges,
             vips,
             backends,
         };
         (served, self.key, self.outcome)
+    }
+
+    /// What cannot be read admits nobody: the API server takes no such thing.
+    fn source_ranges(&mut self, texts: Option<&[String]>) -> Option<BTreeSet<IpNet>> {
+        let texts = texts?;
+        let mut ranges = BTreeSet::new();
+        for text in texts {
+            // The API server trims, too.
+            match text.trim().parse::<IpNet>() {
+                Ok(net) => drop(ranges.insert(net.trunc())),
+                Err(_) => self.complain(Problem::BadSourceRange { text: text.clone() }),
+            }
+        }
+        (!texts.is_empty()).then_some(ranges)
     }
 
     fn ports(&mut self, raw: &[ServicePort]) -> Vec<NamedPort> {

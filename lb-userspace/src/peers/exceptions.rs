@@ -460,7 +460,7 @@ mod tests {
             flags: 0,
             seed: name_hash("metal3/ironic"),
             count,
-            pad: 0,
+            sources: 0,
             local: 1,
             candidates,
             pad_tail: 0,

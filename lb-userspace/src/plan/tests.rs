@@ -1,5 +1,6 @@
 use std::net::{IpAddr, Ipv4Addr};
 
+use ipnet::IpNet;
 use proptest::prelude::*;
 
 use super::*;
@@ -61,6 +62,7 @@ fn ironic(backends: u8) -> ServiceSpec {
         ports: vec![port("images", 6180, 8080), port("api", 6385, 6385)],
         instance_ports: vec![range("images", 6200, 6231)],
         client_affinity: false,
+        source_ranges: None,
         health: None,
         backends: (0..backends).map(backend).collect(),
     }
@@ -400,6 +402,7 @@ fn any_state() -> impl Strategy<Value = DesiredState> {
                             .map(|(name, (base, length))| range(&name, base, base + length))
                             .collect(),
                         client_affinity,
+                        source_ranges: None,
                         health: None,
                         backends: backends
                             .into_iter()
@@ -602,4 +605,41 @@ fn an_address_that_a_node_has_lost_still_names_it_until_another_has_it() {
     nodes.peers.get_mut("there").expect("above").links.clear();
     nodes.remember();
     assert!(!nodes.is_here(&backend(lost)), "it was there last");
+}
+
+#[test]
+fn a_port_without_room_for_its_source_ranges_is_not_open_to_all() {
+    let ranges = |count: u16, second: u8| {
+        let net = |n: u16| {
+            let [a, b] = n.to_be_bytes();
+            IpNet::new(IpAddr::from([10, second, a, b]), 32).expect("a network")
+        };
+        Some((0..count).map(net).collect::<BTreeSet<_>>())
+    };
+    let service = |name: &str, number, precedence, source_ranges| ServiceSpec {
+        name: name.into(),
+        precedence,
+        ports: vec![port("api", number, 6385)],
+        instance_ports: vec![],
+        source_ranges,
+        ..ironic(1)
+    };
+    let limit = MAX_SOURCE_RANGES as u16;
+    let services = vec![
+        service("a", 1, 2, ranges(2, 1)),
+        service("b", 2, 1, ranges(limit - 1, 2)),
+        service("c", 3, 0, ranges(1, 3)),
+        // Equal lists are one.
+        service("d", 4, 3, ranges(limit - 1, 2)),
+        service("e", 5, 4, None),
+    ];
+    let (tables, warnings) = plan(&state(services), &Health::default(), &Nodes::default());
+    let ports: Vec<_> = tables.ports.keys().map(|(_, port)| *port).collect();
+    assert_eq!(ports, [2, 3, 4, 5]);
+    assert_eq!(
+        messages(&warnings),
+        [
+            "service a: port 1 of 172.22.0.2 is not served, for want of room for its source ranges; at most 2048 an agent, equal lists counted once"
+        ]
+    );
 }

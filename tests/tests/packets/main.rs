@@ -104,7 +104,7 @@ fn tcp_header(from: u16, to: u16, flags: u8) -> TcpHeader {
 }
 
 fn tcp(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), flags: u8, payload: &[u8]) -> Vec<u8> {
-    let (source, destination) = macs(from.0 == CLIENT);
+    let (source, destination) = macs(from.0 == CLIENT || to.0 == VIP);
     let header = tcp_header(from.1, to.1, flags);
     let builder = PacketBuilder::ethernet2(source, destination)
         .ipv4(from.0.octets(), to.0.octets(), 64)
@@ -405,7 +405,7 @@ fn only_candidate(engine: &mut Engine, port: u16, id: u16, index: u16) {
         flags: 0,
         seed: 1,
         count: 1,
-        pad: 0,
+        sources: 0,
         local: u64::MAX,
         candidates,
         pad_tail: 0,
@@ -914,6 +914,44 @@ fn a_port_without_service_or_backend_is_refused_with_a_valid_reset() {
 }
 
 #[test]
+fn new_flows_come_from_the_source_ranges_alone() {
+    let outside = Ipv4Addr::new(172, 22, 1, 100);
+    let from = |client, port, flags| tcp((client, PORT), (VIP, port), flags, b"");
+    let key = |port| ServiceKey::new(Addr::from(VIP), port);
+    for name in FORWARD {
+        let mut engine = engine();
+        let others = [(VIP.into(), 8)];
+        // The longest prefix is no better than any other: one that contains the client admits it.
+        let ranges = [
+            (Ipv4Addr::new(172, 22, 0, 0).into(), 24),
+            (CLIENT.into(), 32),
+        ];
+        establish(&mut engine, name, API);
+        engine.admit(key(API), 7, &others).expect("writes");
+        engine.admit(key(IMAGES), 8, &ranges).expect("writes");
+        engine.admit(key(INSTANCE), 9, &[]).expect("writes");
+
+        let syn = from(outside, IMAGES, TCP_SYN);
+        let refused = run(&mut engine, name, &syn, Verdict::RefusedSource);
+        let (ip, tcp) = checked(&refused.frame);
+        assert_eq!(ip.destination, outside.octets());
+        assert!(tcp.rst && tcp.ack && tcp.acknowledgment_number == 1001);
+        let late = from(outside, IMAGES, TCP_ACK);
+        run(&mut engine, name, &late, Verdict::RefusedSource);
+        let syn = from(CLIENT, IMAGES, TCP_SYN);
+        run(&mut engine, name, &syn, Verdict::ForwardedNew);
+        let syn = from(CLIENT, INSTANCE, TCP_SYN);
+        run(&mut engine, name, &syn, Verdict::RefusedSource);
+        // What has begun before goes on, its end included.
+        let data = to_vip(API, TCP_ACK);
+        run(&mut engine, name, &data, Verdict::Forwarded);
+        // 172.0.0.0/8 contains it.
+        let syn = from(outside, API, TCP_SYN);
+        run(&mut engine, name, &syn, Verdict::ForwardedNew);
+    }
+}
+
+#[test]
 fn a_source_that_no_host_has_begins_no_flow_and_gets_no_answer() {
     for name in FORWARD {
         let mut engine = engine();
@@ -1014,7 +1052,7 @@ fn a_half_written_service_is_not_used() {
             flags: 0,
             seed: 0,
             count: 1,
-            pad: 0,
+            sources: 0,
             local: u64::MAX,
             candidates,
             pad_tail: 0,

@@ -490,3 +490,39 @@ fn neighbor_messages_that_are_not_valid_or_claim_the_vip_are_consumed() {
         run(&mut engine, name, &good, Verdict::NdAnswered);
     }
 }
+
+#[test]
+fn source_ranges_are_of_one_version_of_ip_each() {
+    let key = ServiceKey::new(Addr::from(VIP6), API);
+    let syn = to_vip6(API, TCP_SYN);
+    let cases: [(&str, u8, Verdict); 6] = [
+        ("0.0.0.0", 0, Verdict::RefusedSource),
+        ("::", 0, Verdict::ForwardedNew),
+        ("fd00:22::", 64, Verdict::ForwardedNew),
+        ("fd00:22::100", 128, Verdict::ForwardedNew),
+        ("fd00:22::101", 128, Verdict::RefusedSource),
+        ("fd00:23::", 32, Verdict::RefusedSource),
+    ];
+    for (address, length, verdict) in cases {
+        let mut engine = engine6();
+        let range = (address.parse().expect("an address"), length);
+        engine.admit(key, 1, &[range]).expect("writes");
+        let outcome = run(&mut engine, program::XDP, &syn, verdict);
+        if verdict == Verdict::RefusedSource {
+            let (client, ..) = checked6(&outcome.frame);
+            assert_eq!(client, (VIP6, API));
+        }
+    }
+    // Not even all of IPv6 contains an IPv4 client, though addresses of IPv4 are kept mapped.
+    let mut engine = engine();
+    let key = ServiceKey::new(Addr::from(VIP), API);
+    engine
+        .admit(key, 1, &[("::".parse().expect("an address"), 0)])
+        .expect("writes");
+    run(
+        &mut engine,
+        program::XDP,
+        &to_vip(API, TCP_SYN),
+        Verdict::RefusedSource,
+    );
+}

@@ -5,7 +5,7 @@ use std::io::{self, Read, Write};
 use std::net::SocketAddrV4;
 use std::time::{Duration, Instant};
 
-use ironlb_tests::{API_PORT, IMAGE_PORT, RPC_PORT, VIP};
+use ironlb_tests::{API_PORT, IMAGE_PORT, RPC_PORT, VIP, wait_until};
 use lb_common::verdict::Verdict;
 use serde_json::json;
 use socket2::{Domain, Socket, Type};
@@ -17,6 +17,7 @@ in_both_modes!(
     an_instance_port_reaches_its_instance_and_never_another,
     one_client_port_to_two_vip_ports_of_one_pod_makes_two_connections,
     ports_that_nobody_serves_are_refused_at_once,
+    source_ranges_refuse_new_connections_alone,
 );
 
 fn connections_spread_over_all_pods_and_show_the_clients_address(mode: Mode) {
@@ -162,4 +163,38 @@ fn ports_that_nobody_serves_are_refused_at_once(mode: Mode) {
     refused(8080);
     let after = [scene.count(service), scene.count(backend)];
     assert_eq!(after, [before[0] + 10, before[1] + 5]);
+}
+
+fn source_ranges_refuse_new_connections_alone(mode: Mode) {
+    let mut scene = Scene::new(mode);
+    let [host, bmc] = [scene.host(), &scene.lab.bmc].map(|host| host.namespace.clone());
+    let pod = &scene.node().pods[0];
+    let (own, path) = (pod.instance_port(), pod.own_path());
+    let mut download = scene.download(own, "/images/common.img?rate=1m", &[]);
+    let admitted = format!("{}/32", scene.lab.bmc.address);
+    scene.config["services"][0]["sourceRanges"] = json!([admitted]);
+    scene.node().write_config(&scene.config).expect("file");
+
+    let shown = || scene.node().ironlb(&["services", "-o", "json"]);
+    let is_shown = || Ok(shown()?.contains(&admitted));
+    wait_until("the ranges are shown", Duration::from_secs(5), is_shown).expect("ranges");
+    for port in [API_PORT, IMAGE_PORT, own] {
+        let refused = connect(&host, VIP, port, Duration::from_secs(2));
+        let error = refused.expect_err("a client outside of the ranges is served");
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused, "{port}");
+    }
+    assert_eq!(scene.count(Verdict::RefusedSource), 3);
+    for (port, path) in [(API_PORT, "/v1"), (own, &path)] {
+        get(&bmc, VIP, port, path).expect("a client within the ranges");
+    }
+    assert!(download.running().expect("curl"), "too short");
+    download.finish(&scene.lab.image.sha256).expect("download");
+
+    scene.config["services"][0]
+        .as_object_mut()
+        .expect("service")
+        .remove("sourceRanges");
+    scene.node().write_config(&scene.config).expect("file");
+    let served = || Ok(get(&host, VIP, own, &path).is_ok());
+    wait_until("all are served again", Duration::from_secs(5), served).expect("served");
 }

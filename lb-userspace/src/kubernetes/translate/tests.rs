@@ -1255,16 +1255,34 @@ fn a_host_port_that_is_a_vip_port_is_told() {
 }
 
 #[test]
-fn source_ranges_are_not_enforced_and_that_is_told() {
-    let ranges = json!({"spec": {"loadBalancerSourceRanges": ["10.0.0.0/8"]}});
-    let snapshot = Snapshot {
-        services: vec![service("metal3/ironic", 0, ranges)],
-        ..Snapshot::default()
-    };
-    assert_eq!(
-        problems(&run(&snapshot), "metal3/ironic"),
-        ["loadBalancerSourceRanges is not enforced: every client of the VIP's network is served"]
-    );
+fn source_ranges_arrive_and_a_bad_one_admits_nobody() {
+    let net = |text: &str| text.parse::<IpNet>().expect("a network");
+    let bad = "loadBalancerSourceRanges: `10.0.0.0/33` is not a range such as 172.22.0.0/24; it admits nobody";
+    let cases: [(&[&str], Option<BTreeSet<IpNet>>, &[&str]); 4] = [
+        (&[], None, &[]),
+        (
+            &[" 10.1.2.3/8", "fd00::/16"],
+            Some(BTreeSet::from([net("10.0.0.0/8"), net("fd00::/16")])),
+            &[],
+        ),
+        (&["10.0.0.0/33"], Some(BTreeSet::new()), &[bad]),
+        (
+            &["10.0.0.0/33", "10.0.0.0/8"],
+            Some(BTreeSet::from([net("10.0.0.0/8")])),
+            &[bad],
+        ),
+    ];
+    for (texts, ranges, told) in cases {
+        let spec = json!({"spec": {"loadBalancerSourceRanges": texts}});
+        let snapshot = Snapshot {
+            services: vec![service("metal3/ironic", 0, spec)],
+            ..Snapshot::default()
+        };
+        let translation = run(&snapshot);
+        let services = translation.desired(NODE).services;
+        assert_eq!(services[0].source_ranges, ranges, "{texts:?}");
+        assert_eq!(problems(&translation, "metal3/ironic"), told, "{texts:?}");
+    }
 }
 
 #[test]

@@ -135,7 +135,7 @@ const DEAD: Duration = Duration::from_secs(60);
 fn pods_of_another_node_are_served_while_its_agent_is_dead() {
     let (mut fleet, holder) = fleet(Mode::Tc, NODES);
     let other = (holder + 1) % NODES;
-    let client = fleet.lab.bmc.namespace.clone();
+    let client = fleet.lab.hosts[1].namespace.clone();
     let pod = &fleet.lab.nodes[other].pods[0];
     let target = (VIP, pod.instance_port());
     let cold = ironlb_tests::Neighbour::Cold;

@@ -22,7 +22,7 @@ fn survives(limit: Duration, happens: impl FnOnce(&mut Fleet, usize)) {
     let other = (holder + 1) % NODES;
     let pod = &fleet.lab.nodes[other].pods[0];
     let target = (VIP, pod.instance_port());
-    let client = fleet.lab.bmc.namespace.clone();
+    let client = fleet.lab.hosts[1].namespace.clone();
     let own = Prober::start(&client, target, &pod.own_path(), Neighbour::Cold);
     let clients = Clients::start(&fleet, |_| true);
     let begin = Instant::now();
