@@ -107,7 +107,7 @@ mod tests {
             flags: 0,
             seed: name_hash("metal3/ironic"),
             count: names.len() as u32,
-            pad: 0,
+            sources: 0,
             local: 0,
             candidates,
             pad_tail: 0,

@@ -1254,11 +1254,14 @@ fn a_host_port_that_is_a_vip_port_is_told() {
     }
 }
 
+/// Ranges of the Service, those that are used, what is told.
+type Ranges<'a> = (&'a [&'a str], Option<BTreeSet<IpNet>>, &'a [&'a str]);
+
 #[test]
 fn source_ranges_arrive_and_a_bad_one_admits_nobody() {
     let net = |text: &str| text.parse::<IpNet>().expect("a network");
     let bad = "loadBalancerSourceRanges: `10.0.0.0/33` is not a range such as 172.22.0.0/24; it admits nobody";
-    let cases: [(&[&str], Option<BTreeSet<IpNet>>, &[&str]); 4] = [
+    let cases: [Ranges<'_>; 4] = [
         (&[], None, &[]),
         (
             &[" 10.1.2.3/8", "fd00::/16"],
