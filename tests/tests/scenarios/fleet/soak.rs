@@ -66,6 +66,23 @@ const FAULTS: [Fault; 5] = [
     Fault::Upgraded,
     Fault::Moved,
 ];
+/// What happens to a backend, in this order; then it is the next one's turn.
+#[derive(Clone, Copy, Debug)]
+enum Change {
+    /// Takes no new flows.
+    Drained,
+    Removed,
+    Added,
+    /// Another pod with another address has its name.
+    Rolled,
+}
+
+const CHANGES: [Change; 4] = [
+    Change::Drained,
+    Change::Removed,
+    Change::Added,
+    Change::Rolled,
+];
 const NODES: usize = 3;
 /// Size of the image in MiB.
 const IMAGE: u32 = 16;
@@ -205,20 +222,23 @@ impl Pods {
         }
     }
 
-    /// Removes, adds or rolls one that may go, in all agents' files.
+    /// Drains, removes, adds or rolls one that may go, in all agents' files.
     fn change(&mut self, fleet: &Fleet) {
-        // Of each: gone, back, and with another address; then the next one's turn.
         let victims = self.all.len() / 2;
-        let slot = self.changes / 3 % victims * 2 + 1;
-        let kind = self.changes % 3;
+        let slot = self.changes / CHANGES.len() % victims * 2 + 1;
+        let change = CHANGES[self.changes % CHANGES.len()];
         self.changes += 1;
         let mut backend = self.all[slot].clone();
         let instance = backend["instance"].as_str().expect("instance").to_owned();
         let listed = backends(&mut self.config);
-        match kind {
-            0 => listed.retain(|other| other["instance"] != *instance),
-            1 => listed.push(backend),
-            _ => {
+        match change {
+            Change::Drained => {
+                let mut same = listed.iter_mut().filter(|b| b["instance"] == *instance);
+                same.next().expect("it is there")["ready"] = json!(false);
+            }
+            Change::Removed => listed.retain(|other| other["instance"] != *instance),
+            Change::Added => listed.push(backend),
+            Change::Rolled => {
                 let address = backend["address"].as_str().expect("address");
                 let address = second_address(address.parse().expect("address"));
                 backend["address"] = json!(address);
@@ -227,7 +247,8 @@ impl Pods {
                 listed.push(backend);
             }
         }
-        if kind != 1 {
+        // Who drains keeps its downloads.
+        if matches!(change, Change::Removed | Change::Rolled) {
             self.gone.push((Instant::now(), instance));
         }
         fleet.reconfigure(&self.config).expect("configuration");
