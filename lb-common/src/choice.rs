@@ -42,12 +42,16 @@ pub const fn weight(flow_hash: u64, identity: u32) -> u64 {
     mix(flow_hash ^ (identity as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
+/// What no backend's id is.
+pub const NOBODY: u64 = u64::MAX;
+
 /// Every candidate.
 pub const EVERYWHERE: u64 = u64::MAX;
 
-/// The backend id of the heaviest of those candidates whose bits are set in `among`, or `None` when there is none.
+/// The backend id of the heaviest of those candidates whose bits are set in `among` and whose id is not `avoid`, or
+/// `None` when there is none.
 #[inline(always)]
-pub fn choose(service: &Service, key: &FlowKey, among: u64) -> Option<u32> {
+pub fn choose(service: &Service, key: &FlowKey, among: u64, avoid: u64) -> Option<u32> {
     let hash = flow_hash(service.seed, key, service.flags & SERVICE_CLIENT_IP != 0);
     let (mut best, mut best_weight) = (0, 0);
     for at in 0..MAX_BACKENDS_PER_PORT {
@@ -56,7 +60,8 @@ pub fn choose(service: &Service, key: &FlowKey, among: u64) -> Option<u32> {
         }
         let Candidate { backend, identity } = service.candidates[at];
         // Without a branch, or the verifier would walk every set of candidates that may be among them.
-        let is_among = core::hint::black_box(among >> at & 1);
+        let is_other = u64::from(u64::from(backend) != avoid);
+        let is_among = core::hint::black_box(among >> at & is_other);
         let weight = weight(hash, identity).wrapping_mul(is_among);
         if weight > best_weight {
             best = backend;
@@ -133,7 +138,8 @@ mod tests {
             let service = service(&names(count));
             let mut hits = vec![0_u32; count];
             for key in flows() {
-                hits[choose(&service, &key, EVERYWHERE).expect("has backends") as usize] += 1;
+                hits[choose(&service, &key, EVERYWHERE, NOBODY).expect("has backends") as usize] +=
+                    1;
             }
             let all = f64::from(hits.iter().sum::<u32>());
             let share = 1.0 / count as f64;
@@ -151,22 +157,25 @@ mod tests {
     #[test]
     fn no_backend_is_no_choice() {
         let key = flows().next().expect("some");
-        assert_eq!(choose(&service(&[]), &key, EVERYWHERE), None);
+        assert_eq!(choose(&service(&[]), &key, EVERYWHERE, NOBODY), None);
     }
 
     #[test]
     fn among_some_the_choice_is_that_of_a_service_with_those_alone() {
         let all = service(&names(5));
         for key in flows() {
-            let free = choose(&all, &key, EVERYWHERE).expect("has backends");
-            let among = choose(&all, &key, 0b01010).expect("has backends");
+            let free = choose(&all, &key, EVERYWHERE, NOBODY).expect("has backends");
+            let among = choose(&all, &key, 0b01010, NOBODY).expect("has backends");
             assert!(among == 1 || among == 3);
             // Who is heaviest of all is so of every part that has it.
             if free == 1 || free == 3 {
                 assert_eq!(among, free);
             }
         }
-        assert_eq!(choose(&all, &flows().next().expect("some"), 0), None);
+        assert_eq!(
+            choose(&all, &flows().next().expect("some"), 0, NOBODY),
+            None
+        );
     }
 
     #[test]
@@ -197,8 +206,8 @@ mod tests {
             let (before, after) = (service(&all), service(&left));
             for port in ports {
                 let key = FlowKey::forward(Addr::from_v4_raw(client), port, v4(172, 22, 0, 2), 6180);
-                let was = choose(&before, &key, EVERYWHERE).expect("has backends") as usize;
-                let is = choose(&after, &key, EVERYWHERE).expect("has backends") as usize;
+                let was = choose(&before, &key, EVERYWHERE, NOBODY).expect("has backends") as usize;
+                let is = choose(&after, &key, EVERYWHERE, NOBODY).expect("has backends") as usize;
                 if was != gone {
                     prop_assert_eq!(&all[was], &left[is]);
                 }

@@ -97,8 +97,10 @@ pub mod map {
     pub const ANNOUNCERS: &str = "announcers";
     /// 1 by [`Source`](super::Source), a trie of prefixes: who may open connections to services with source ranges.
     pub const SOURCES: &str = "sources";
+    /// When a backend's RST to a SYN was last kept from a client, in `jiffies_64`, by index; written by the programs alone.
+    pub const SHUNNED: &str = "shunned";
     /// All of them.
-    pub const ALL: [&str; 26] = [
+    pub const ALL: [&str; 27] = [
         UPLINKS,
         VIPS,
         SERVICES,
@@ -125,6 +127,7 @@ pub mod map {
         EXCEPTIONS,
         ANNOUNCERS,
         SOURCES,
+        SHUNNED,
     ];
 }
 
@@ -617,6 +620,14 @@ pub const FLOW_REFUSED: u8 = 4;
 pub const FLOW_MISS: u8 = 8;
 /// On its way to the pod of a peer, which alone tells the client when that pod is gone.
 pub const FLOW_ELSEWHERE: u8 = 16;
+/// The pod has answered the SYN: a RST of it is the connection's end, not its refusal.
+pub const FLOW_ANSWERED: u8 = 32;
+/// The pod's RST to the SYN was kept from the client, whose next SYN goes to another backend.
+pub const FLOW_SPARED: u8 = 64;
+/// Begun by such a next SYN: another RST is not kept from the client.
+pub const FLOW_SECOND: u8 = 128;
+/// Seconds for which a backend whose RST was kept from a client gets no new flows of shared ports.
+pub const SHUN: u64 = 1;
 /// In [`Flow::uplink`]: the client's packets come by way of a peer, so `last_hop` does not lead to the client.
 pub const FLOW_HANDED_ON: u8 = 0x80;
 

@@ -6,10 +6,12 @@ use aya_ebpf::{
 };
 use core::sync::atomic::{Ordering, compiler_fence};
 use lb_common::{
-    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, FLOW_CLAIMED, FLOW_CLOSING, FLOW_ELSEWHERE,
-    FLOW_HANDED_ON, FLOW_MISS, FLOW_REFUSED, Flow, FlowKey, MAX_PASS, POD_HOST, ServiceKey, Source,
-    UPLINK_BYPASS_DROP, Uplink, VIP_EXTERNAL, Verdict, Vip, backend_generation, backend_index,
-    choice, field,
+    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, FLOW_ANSWERED, FLOW_CLAIMED, FLOW_CLOSING,
+    FLOW_ELSEWHERE, FLOW_HANDED_ON, FLOW_MISS, FLOW_REFUSED, FLOW_SECOND, FLOW_SPARED, Flow,
+    FlowKey, MAX_PASS, POD_HOST, SHUN, ServiceKey, Source, UPLINK_BYPASS_DROP, Uplink,
+    VIP_EXTERNAL, Verdict, Vip, backend_generation, backend_index,
+    choice::{self, NOBODY},
+    field,
     packet::{
         self, Change, EthernetHeader, Ip, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Tcp, TcpHeader,
         UdpHeader, ethertype, mac_word, protocol,
@@ -21,8 +23,8 @@ use crate::{
     hook::{Hook, find_transport},
     icmp,
     maps::{
-        BACKENDS, CONTROL, DIRECT, LIVING, PODS, PRESSURE, SERVICES, SOURCES, UPLINK, UPLINKS,
-        VIPS, YOUNG, count_in, keep,
+        BACKENDS, CONTROL, DIRECT, LIVING, PODS, PRESSURE, SCRATCH, SERVICES, SHUNNED, SOURCES,
+        TICKS_PER_SECOND, UPLINK, UPLINKS, VIPS, YOUNG, count_in, keep,
     },
     neighbor, peers, refuse,
 };
@@ -225,13 +227,22 @@ fn young<H: Hook>(
             let _ = YOUNG.remove(key);
             return None;
         }
+        if flow.state & FLOW_SPARED != 0 && !new {
+            avoid(id);
+            let _ = YOUNG.remove(key);
+            return None;
+        }
         if new {
             // The client uses its port again.
             // SAFETY: a helper without arguments.
             flow.started = unsafe { bpf_ktime_get_boot_ns() };
             flow.bytes = 0;
         }
-        flow.state &= FLOW_ELSEWHERE;
+        flow.state &= if new {
+            FLOW_ELSEWHERE
+        } else {
+            FLOW_ELSEWHERE | FLOW_ANSWERED | FLOW_SECOND
+        };
         flow.client_fin = 0;
         flow.pod_fin = 0;
     } else if backend.is_none() {
@@ -297,7 +308,7 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ver
     if !syn && peers::handed_on() {
         return Some(Verdict::DroppedNotHere);
     }
-    let chosen = match choose(key) {
+    let chosen = match choose::<false>(key) {
         Choice::NoService | Choice::NoBackend if peers::handed_on() => {
             return Some(Verdict::DroppedNotHere);
         }
@@ -378,8 +389,10 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ver
     }
     if tcp.flags & TCP_RST != 0 {
         flow.state = FLOW_CLOSING | FLOW_CLAIMED;
-    } else if !syn && peers::are_known() {
+    } else if !syn {
         flow.state = FLOW_MISS;
+    } else if avoided() != NOBODY {
+        flow.state = FLOW_SECOND;
     }
     if YOUNG.insert(key, &flow, 0).is_err() {
         return Some(Verdict::DroppedNoRoom);
@@ -408,7 +421,7 @@ fn is_admitted(key: &FlowKey, sources: u32) -> bool {
 /// Number of the node that the hash places a flow on, 0 for this one.
 #[inline(always)]
 pub fn place(key: &FlowKey) -> Option<u16> {
-    match choose(key) {
+    match choose::<true>(key) {
         Choice::Backend { id, .. } => Some(alive(id)?.peer),
         _ => None,
     }
@@ -423,9 +436,12 @@ enum Choice {
 
 /// Chooses among the VIP port's candidates, for what a peer handed on among those of this node, and trusts the answer
 /// only if the value was whole.
+///
+/// With `PLAIN` it is the hash alone; without, a backend whose RST was kept from a client is passed over for a while.
 #[inline(always)]
-fn choose(key: &FlowKey) -> Choice {
-    for _ in 0..2 {
+fn choose<const PLAIN: bool>(key: &FlowKey) -> Choice {
+    let mut avoid = if PLAIN { NOBODY } else { avoided() };
+    for is_last in [false, true] {
         // SAFETY: a concurrent update may overwrite the value while it is read: see below.
         let Some(service) = (unsafe { SERVICES.get(&ServiceKey::new(key.addr, key.port)) }) else {
             return Choice::NoService;
@@ -435,12 +451,23 @@ fn choose(key: &FlowKey) -> Choice {
         compiler_fence(Ordering::SeqCst);
         // All of them unless it was handed on; without a branch, to be verified once.
         let among = service.local | peers::handed_on_word().wrapping_sub(1);
-        let best = choice::choose(service, key, among);
+        let best = choice::choose(service, key, among, avoid);
         compiler_fence(Ordering::SeqCst);
         if service.version_tail != version || service.version != version || service.id != id {
             continue;
         }
-        return match best {
+        if let Some(backend) = best
+            && !PLAIN
+            && !is_last
+            && avoid == NOBODY
+            && is_shunned(backend)
+        {
+            avoid = u64::from(backend);
+            continue;
+        }
+        // It is better than nobody.
+        let avoided = (avoid != NOBODY && count != 0).then_some(avoid as u32);
+        return match best.or(avoided) {
             Some(backend) => Choice::Backend {
                 id: backend,
                 service: id,
@@ -451,6 +478,36 @@ fn choose(key: &FlowKey) -> Choice {
         };
     }
     Choice::Inconsistent
+}
+
+/// Lets the choice for this packet pass a backend over.
+#[inline(always)]
+fn avoid(id: u32) {
+    if let Some(scratch) = SCRATCH.get_ptr_mut(0) {
+        // SAFETY: a slot of this CPU's own.
+        unsafe { (*scratch).avoid = u64::from(id) };
+    }
+}
+
+/// The backend that it passes over.
+#[inline(always)]
+fn avoided() -> u64 {
+    match SCRATCH.get_ptr(0) {
+        // SAFETY: as above; volatile, or the compiler would remember what was written.
+        Some(scratch) => unsafe { (&raw const (*scratch).avoid).read_volatile() },
+        None => NOBODY,
+    }
+}
+
+/// Whether a RST of a backend was kept from a client a moment ago.
+#[inline(always)]
+fn is_shunned(id: u32) -> bool {
+    let Some(&at) = SHUNNED.get(backend_index(id)) else {
+        return false;
+    };
+    // SAFETY: a helper without arguments.
+    at != 0
+        && unsafe { bpf_jiffies64() }.wrapping_sub(at) < SHUN * u64::from(TICKS_PER_SECOND.load())
 }
 
 /// The rewrite that brings a client's packet to the flow's pod.

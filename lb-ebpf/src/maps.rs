@@ -11,6 +11,7 @@ use lb_common::{
     MAX_PEERS, MAX_PORTS, MAX_SOURCE_RANGES, MAX_UPLINKS, MAX_VIPS, Peer, PeerInfo, PeerMac, Pod,
     PodPort, PortInfo, Pressure, Reflection, Service, ServiceKey, Source, Traffic, Uplink, Verdict,
     Vip,
+    choice::NOBODY,
     packet::{Ip, Tcp},
     verdict::MAX_VERDICTS,
 };
@@ -82,6 +83,8 @@ maps! {
     ANNOUNCERS, "announcers": HashMap<Addr, Announcer, { MAX_VIPS as usize }>;
     /// See [`lb_common::map::SOURCES`]. Twice the number, so that old and new lists fit beside each other.
     SOURCES, "sources": LpmTrie<Source, u32, { 2 * MAX_SOURCE_RANGES as usize }>;
+    /// See [`lb_common::map::SHUNNED`].
+    SHUNNED, "shunned": Array<u64, { MAX_BACKENDS as usize }>;
     /// What one run of a program keeps outside its stack.
     SCRATCH, "scratch": PerCpuArray<Scratch, 1>;
 }
@@ -125,6 +128,8 @@ pub struct Scratch {
     pub handed_on: u64,
     /// Number of the peer to hand the packet on to.
     pub peer: u64,
+    /// Id of the backend that the choice passes over, or [`NOBODY`].
+    pub avoid: u64,
     /// The packet, for the same reason: whether it is IPv4 or IPv6, with tags or without, all that follows is
     /// verified once.
     pub ip: Ip,
@@ -140,6 +145,7 @@ pub fn keep(ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<&'static Scratch> {
     let scratch = SCRATCH.get_ptr_mut(0)?;
     // SAFETY: a slot of this CPU's own; what is written here is not written again in this run.
     unsafe {
+        (*scratch).avoid = NOBODY;
         (*scratch).ip = *ip;
         (*scratch).tcp = *tcp;
         (*scratch).key = *key;

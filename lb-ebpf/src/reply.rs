@@ -2,9 +2,9 @@
 
 use aya_ebpf::helpers::bpf_jiffies64;
 use lb_common::{
-    Addr, FLOW_CLAIMED, FLOW_CLOSING, FLOW_HANDED_ON, FLOW_MISS, FLOW_REFUSED, Flow, FlowKey,
-    MAX_VIP_PORTS_PER_POD_PORT, POD_HOST, ServiceKey, UPLINK_FORWARD, Uplink, Verdict,
-    backend_index,
+    Addr, FLOW_ANSWERED, FLOW_CLAIMED, FLOW_CLOSING, FLOW_HANDED_ON, FLOW_MISS, FLOW_REFUSED,
+    FLOW_SPARED, Flow, FlowKey, MAX_VIP_PORTS_PER_POD_PORT, POD_HOST, SERVICE_INSTANCE, ServiceKey,
+    UPLINK_FORWARD, Uplink, Verdict, backend_index,
     packet::{
         self, Change, Ip, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Tcp as TcpFields, ethertype,
         mac_word, protocol,
@@ -17,8 +17,8 @@ use crate::{
     hook::{Hook, Tc, find_transport},
     icmp,
     maps::{
-        CONTROL, DIRECT, LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, TICKS_PER_SECOND, UPLINK,
-        UPLINKS, YOUNG, count_out, keep,
+        CONTROL, DIRECT, LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, SERVICES, SHUNNED,
+        TICKS_PER_SECOND, UPLINK, UPLINKS, YOUNG, count_out, keep,
     },
     peers,
 };
@@ -163,6 +163,9 @@ fn second_look(hook: &mut Tc, ip: &Ip, tcp: &TcpFields, key: &FlowKey) -> Verdic
                 let _ = YOUNG.remove(&forward);
                 return Verdict::DroppedSettling;
             }
+            if tcp.flags & TCP_RST != 0 && spare(&forward, flow) {
+                return Verdict::DroppedFirstReset;
+            }
             if !grow(&forward, flow, tcp.flags) {
                 return Verdict::DroppedTableFull;
             }
@@ -182,6 +185,27 @@ fn second_look(hook: &mut Tc, ip: &Ip, tcp: &TcpFields, key: &FlowKey) -> Verdic
     }
 }
 
+/// Keeps a pod's RST from a client whose SYN it answers, where the next one can go to another backend: a pod that ends
+/// refuses before its endpoint is known to. Only once, and not where a peer handed the SYN on, which would do so again.
+#[inline(always)]
+fn spare(forward: &FlowKey, flow: &mut Flow) -> bool {
+    if flow.state != 0 || flow.uplink & FLOW_HANDED_ON != 0 {
+        return false;
+    }
+    // SAFETY: two words of a value that a concurrent update may overwrite: one wrong answer at most.
+    let has_others = unsafe { SERVICES.get(&ServiceKey::new(forward.addr, forward.port)) }
+        .is_some_and(|service| service.flags & SERVICE_INSTANCE == 0 && service.count > 1);
+    let Some(shunned) = SHUNNED.get_ptr_mut(backend_index(flow.backend)) else {
+        return false;
+    };
+    if has_others {
+        flow.state = FLOW_SPARED;
+        // SAFETY: one word of the map's value; helpers without arguments.
+        unsafe { *shunned = bpf_jiffies64() };
+    }
+    has_others
+}
+
 /// Lets a pod's segment move a young flow on. False when the living table has no room.
 #[inline(always)]
 fn grow(forward: &FlowKey, flow: &mut Flow, flags: u8) -> bool {
@@ -190,6 +214,7 @@ fn grow(forward: &FlowKey, flow: &mut Flow, flags: u8) -> bool {
         return true;
     }
     if flags & TCP_SYN != 0 {
+        flow.state |= FLOW_ANSWERED;
         return true;
     }
     if flow.state & FLOW_CLOSING != 0 {

@@ -76,6 +76,18 @@ impl Prober {
     }
 }
 
+/// Makes the namespace ask anew for an address.
+fn forget(address: Ipv4Addr) -> Result<()> {
+    const ATTEMPTS: usize = 5;
+    let flush = || {
+        let address = address.to_string();
+        run(Command::new("ip").args(["neigh", "flush", "to", &address]))
+    };
+    // An entry that the kernel itself drops meanwhile is an error to `ip`, sometimes without a word.
+    let is_done = (1..ATTEMPTS).any(|_| flush().is_ok());
+    if is_done { Ok(()) } else { flush().map(drop) }
+}
+
 /// One attempt. A host that nobody answers for is told after three seconds, and so beyond the limit: sooner it is only
 /// the next attempt's flush, which takes the question away that this one waits on. No machine does that to itself.
 fn attempt(target: SocketAddrV4, path: &str, neighbour: Neighbour) -> Result<()> {
@@ -103,13 +115,7 @@ fn probe(
         let mut next = Instant::now();
         while !stop.load(Ordering::Relaxed) {
             if neighbour == Neighbour::Cold {
-                let all = ["neigh", "flush", "to", &target.ip().to_string()];
-                // An entry that the kernel itself drops meanwhile is an error to `ip`.
-                if let Err(error) = run(Command::new("ip").args(all))
-                    && !format!("{error:#}").contains("No such file")
-                {
-                    return Err(error);
-                }
+                forget(*target.ip())?;
             }
             // Each on its own: one that waits holds no other up.
             running.push(scope.spawn(move || {

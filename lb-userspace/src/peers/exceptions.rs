@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aya::maps::{Array, HashMap, MapData, MapError};
-use lb_common::choice::{EVERYWHERE, choose};
+use lb_common::choice::{EVERYWHERE, NOBODY, choose};
 use lb_common::{
     BACKEND_ALIVE, Backend, Exception, Flow, FlowKey, MAX_BACKENDS, MAX_EXCEPTIONS, Service,
     ServiceKey, backend_generation, backend_index, map,
@@ -83,7 +83,7 @@ fn is_exception(key: &FlowKey, flow: &Flow, service: &Service, backends: &[Backe
     if backend(flow.backend).is_none_or(|own| own.peer != 0) {
         return false;
     }
-    match choose(service, key, EVERYWHERE) {
+    match choose(service, key, EVERYWHERE, NOBODY) {
         None => true,
         Some(chosen) => backend(chosen).is_some_and(|chosen| chosen.peer != 0),
     }
@@ -489,7 +489,7 @@ mod tests {
         let (mut exceptions, mut found) = (0, 0);
         for port in 1024..1324 {
             let key = key(port);
-            let chosen = choose(&service, &key, EVERYWHERE).expect("has backends");
+            let chosen = choose(&service, &key, EVERYWHERE, NOBODY).expect("has backends");
             let is = is_exception(&key, &here, &service, &backends);
             assert_eq!(is, backend_index(chosen) != 0);
             exceptions += u32::from(is);

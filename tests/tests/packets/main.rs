@@ -579,6 +579,125 @@ fn a_pods_reset_ends_the_flow() {
     assert!(living(&mut engine, API).is_none());
 }
 
+/// A SYN to the API; returns its pod, and the pod's RST.
+fn refused_by_pod(engine: &mut Engine, name: &str, syn: &[u8]) -> ((Ipv4Addr, u16), Vec<u8>) {
+    let syn = run(engine, name, syn, Verdict::ForwardedNew);
+    let (client, pod) = ends(&syn.frame);
+    (pod, tcp(pod, client, TCP_RST | TCP_ACK, b""))
+}
+
+#[test]
+fn a_pods_refusal_on_a_shared_port_is_kept_from_the_client_once() {
+    for name in FORWARD {
+        let mut engine = engine();
+        let syn = to_vip(API, TCP_SYN);
+        let (first, reset) = refused_by_pod(&mut engine, name, &syn);
+        run(
+            &mut engine,
+            program::EGRESS,
+            &reset,
+            Verdict::DroppedFirstReset,
+        );
+        // For a second nobody's new flow goes there; what is under way keeps its pod.
+        for port in PORT + 1..PORT + 30 {
+            let other = tcp((CLIENT, port), (VIP, API), TCP_SYN, b"");
+            let (pod, _) = refused_by_pod(&mut engine, name, &other);
+            assert_ne!(pod, first);
+        }
+        // The client's next SYN goes to the other pod, whose refusal is the answer.
+        let (second, reset) = refused_by_pod(&mut engine, name, &syn);
+        assert_ne!(second, first);
+        let answer = run(&mut engine, program::EGRESS, &reset, Verdict::RepliedYoung);
+        assert_eq!(ends(&answer.frame).0, (VIP, API));
+        assert_eq!(young(&mut engine, API).expect("guards").state, FLOW_CLOSING);
+
+        sleep(Duration::from_millis(1100));
+        let others = (PORT + 30..PORT + 60).map(|port| {
+            let other = tcp((CLIENT, port), (VIP, API), TCP_SYN, b"");
+            refused_by_pod(&mut engine, name, &other).0
+        });
+        assert!(others.collect::<Vec<_>>().contains(&first), "for ever");
+    }
+}
+
+#[test]
+fn a_flow_that_was_refused_once_lives_on_with_its_second_pod() {
+    let mut engine = engine();
+    let syn = to_vip(API, TCP_SYN);
+    let (first, reset) = refused_by_pod(&mut engine, program::XDP, &syn);
+    run(
+        &mut engine,
+        program::EGRESS,
+        &reset,
+        Verdict::DroppedFirstReset,
+    );
+    let (second, _) = refused_by_pod(&mut engine, program::XDP, &syn);
+    assert_ne!(second, first);
+    // A retransmission does not hop once more.
+    run(&mut engine, program::XDP, &syn, Verdict::Forwarded);
+    let answer = |flags| tcp(second, (CLIENT, PORT), flags, b"");
+    for flags in [TCP_SYN | TCP_ACK, TCP_ACK] {
+        run(
+            &mut engine,
+            program::EGRESS,
+            &answer(flags),
+            Verdict::RepliedYoung,
+        );
+    }
+    let data = run(
+        &mut engine,
+        program::XDP,
+        &to_vip(API, TCP_ACK),
+        Verdict::Forwarded,
+    );
+    assert_eq!(ends(&data.frame).1, second);
+    run(
+        &mut engine,
+        program::EGRESS,
+        &answer(TCP_ACK),
+        Verdict::Replied,
+    );
+}
+
+#[test]
+fn other_resets_of_a_pod_go_out_at_once() {
+    // Of an instance port, which nobody else can serve.
+    let mut engine = engine();
+    let syn = run(
+        &mut engine,
+        program::XDP,
+        &to_vip(INSTANCE, TCP_SYN),
+        Verdict::ForwardedNew,
+    );
+    let pod = ends(&syn.frame).1;
+    let reset = tcp(pod, (CLIENT, PORT), TCP_RST | TCP_ACK, b"");
+    run(&mut engine, program::EGRESS, &reset, Verdict::RepliedYoung);
+    // After the SYN has been answered: it is the end of a connection.
+    let (pod, reset) = refused_by_pod(&mut engine, program::XDP, &to_vip(API, TCP_SYN));
+    let syn_ack = tcp(pod, (CLIENT, PORT), TCP_SYN | TCP_ACK, b"");
+    run(
+        &mut engine,
+        program::EGRESS,
+        &syn_ack,
+        Verdict::RepliedYoung,
+    );
+    run(&mut engine, program::EGRESS, &reset, Verdict::RepliedYoung);
+    // To a packet in mid-flow.
+    let data = run(
+        &mut engine,
+        program::XDP,
+        &to_vip(IMAGES, TCP_ACK),
+        Verdict::ForwardedMiss,
+    );
+    let reset = tcp(ends(&data.frame).1, (CLIENT, PORT), TCP_RST, b"");
+    run(&mut engine, program::EGRESS, &reset, Verdict::RepliedYoung);
+    // Of the only pod that takes new flows.
+    let mut engine = self::engine();
+    only_candidate(&mut engine, API, 0, 0);
+    let (_, reset) = refused_by_pod(&mut engine, program::XDP, &to_vip(API, TCP_SYN));
+    run(&mut engine, program::EGRESS, &reset, Verdict::RepliedYoung);
+}
+
 #[test]
 fn a_clients_reset_that_the_pod_rejects_does_not_end_the_flow() {
     let mut engine = engine();

@@ -131,6 +131,14 @@ fn what_a_peer_hands_on_in_mid_flow_is_never_reset() {
 }
 
 #[test]
+fn a_pods_refusal_of_what_a_peer_handed_on_goes_out_at_once() {
+    let mut engine = engine_with_peer(&[]);
+    let syn = handed_on(API, TCP_SYN);
+    let (_, reset) = refused_by_pod(&mut engine, program::XDP, &syn);
+    run(&mut engine, program::EGRESS, &reset, Verdict::RepliedYoung);
+}
+
+#[test]
 fn a_peers_own_traffic_is_not_taken_for_handed_on() {
     for name in FORWARD {
         let mut engine = engine_with_peer(&[0, 1]);
@@ -345,14 +353,17 @@ fn while_peers_may_not_have_told_yet_nothing_in_mid_flow_is_reset() {
             young(&mut engine, API).is_none(),
             "the next packet is placed anew"
         );
-        // A RST to a SYN is the pod's own word.
+        // A RST to a SYN is the pod's own word; that of a second pod goes out.
+        let syn = to_vip(API, TCP_SYN);
+        let (_, first) = refused_by_pod(&mut engine, name, &syn);
         run(
             &mut engine,
-            name,
-            &to_vip(API, TCP_SYN),
-            Verdict::ForwardedNew,
+            program::EGRESS,
+            &first,
+            Verdict::DroppedFirstReset,
         );
-        run(&mut engine, program::EGRESS, &reset, Verdict::RepliedYoung);
+        let (_, second) = refused_by_pod(&mut engine, name, &syn);
+        run(&mut engine, program::EGRESS, &second, Verdict::RepliedYoung);
         // So it is as long as a node with pods of that port does not answer.
         settle(&mut engine, 1);
         for port in [INSTANCE + 9, API] {
