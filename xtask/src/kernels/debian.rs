@@ -14,7 +14,7 @@ pub const NEWEST: &str = "newest";
 const SUITES: &[(&str, &[&str])] = &[
     ("5.10", &["bullseye-security"]),
     ("6.1", &["bookworm", "bookworm-security"]),
-    ("6.12", &["bookworm-backports"]),
+    ("6.12", &["bookworm-backports", "bookworm-security"]),
     (NEWEST, &["trixie-backports"]),
 ];
 /// With virtio and without the drivers of real machines, so small.

@@ -23,14 +23,14 @@ const SHORTEST: Duration = Duration::from_secs(90);
 /// Options of `cargo xtask kernels`.
 #[derive(clap::Args)]
 #[command(after_help = "\
-Each kernel boots in QEMU without KVM, with the binaries of this build and the programs of the laboratory, and
-  - takes every program of the object: a table tells how many instructions its verifier walked;
-  - serves downloads over IPv4 and IPv6 in native XDP and at TC (clsact before Linux 6.6), refuses a port, keeps a
-    download while the agent restarts, and has nothing left after `ironlb unload`;
+Each kernel boots in QEMU without KVM, with the binaries of this build and the laboratory, and
+  - takes every program: a table tells how many instructions its verifier walked;
+  - serves downloads over IPv4 and IPv6 in native XDP and at TC (clsact before Linux 6.6),
+    refuses a port, keeps a download while the agent restarts, and is empty after unload;
   - as 6.12 also serves on a VLAN device, a bond, a team device and virtio_net.
 
-Kernels are Debian's cloud images, fetched with apt lists of their own and never installed. They are kept in
-target/kernels, as the serial log of each guest is. Only on amd64.
+Kernels are Debian's cloud images, fetched with apt lists of their own and never installed.
+They are kept in target/kernels, as each guest's serial log is. Only on amd64.
 
 Exit code: 0 when all that should load loads and all that should work works.
 
