@@ -141,6 +141,8 @@ pub mod program {
     pub const EGRESS: &str = "ironlb_egress";
     /// XDP twin of [`XDP`] without multi-buffer support, for kernels below 5.18.
     pub const XDP_PLAIN: &str = "ironlb_xdp_sb";
+    /// All of them.
+    pub const ALL: [&str; 4] = [XDP, XDP_PLAIN, INGRESS, EGRESS];
 }
 
 /// Names of the constants that the loader sets per attachment (`.rodata`, frozen at load).

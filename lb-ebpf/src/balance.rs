@@ -361,12 +361,14 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ver
             // No entry: it would outlive a moment in which the nodes' tables differ.
             return Some(peers::to(peer, Verdict::HandedOnMiss));
         }
-        let mut flow = flows::young(key, backend, id);
-        note_client(tcp, &mut flow, frame_length(ip));
-        note_way(hook, &mut flow, false);
+        let Some(flow) = flows::young(key, backend, id) else {
+            return Some(Verdict::DroppedInconsistent);
+        };
+        note_client(tcp, flow, frame_length(ip));
+        note_way(hook, flow, false);
         flow.state = FLOW_ELSEWHERE;
         // Without an entry the hash finds the same node as long as the tables stay.
-        let _ = YOUNG.insert(key, &flow, 0);
+        let _ = YOUNG.insert(key, &*flow, 0);
         return Some(peers::to(peer, Verdict::HandedOnNew));
     }
     if syn
@@ -379,11 +381,13 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ver
     let Some(client_port) = flows::free_port(key, backend) else {
         return Some(Verdict::DroppedCollision);
     };
-    let mut flow = flows::young(key, backend, id);
+    let Some(flow) = flows::young(key, backend, id) else {
+        return Some(Verdict::DroppedInconsistent);
+    };
     flow.client_port = client_port;
     let bytes = frame_length(ip);
-    note_client(tcp, &mut flow, bytes);
-    note_way(hook, &mut flow, peers::handed_on());
+    note_client(tcp, flow, bytes);
+    note_way(hook, flow, peers::handed_on());
     if tcp.flags & TCP_FIN != 0 {
         flow.client_fin = 1;
     }
@@ -394,11 +398,11 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ver
     } else if avoided() != NOBODY {
         flow.state = FLOW_SECOND;
     }
-    if YOUNG.insert(key, &flow, 0).is_err() {
+    if YOUNG.insert(key, &*flow, 0).is_err() {
         return Some(Verdict::DroppedNoRoom);
     }
     if client_port != key.client_port {
-        flows::keep_translated(key, &flow);
+        flows::keep_translated(key, flow);
     }
     count_in(service, backend_index(id), bytes, syn);
     let verdict = if syn {
@@ -406,7 +410,7 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ver
     } else {
         Verdict::ForwardedMiss
     };
-    Some(rewritten(hook, ip, &to_pod(ip, tcp, &flow), verdict))
+    Some(rewritten(hook, ip, &to_pod(ip, tcp, flow), verdict))
 }
 
 /// Whether a client may open connections to a service with that list of source ranges.

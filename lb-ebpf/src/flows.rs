@@ -9,7 +9,9 @@ use lb_common::{
     ServiceKey,
 };
 
-use crate::maps::{LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, TICKS_PER_SECOND, UPLINK, YOUNG};
+use crate::maps::{
+    LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, SCRATCH, TICKS_PER_SECOND, UPLINK, YOUNG,
+};
 
 /// Seconds that a young entry guards its client port: as long as a pod may retry a SYN-ACK.
 const YOUNG_GUARD: u64 = 120;
@@ -20,10 +22,13 @@ const E2BIG: i32 = 7;
 /// `BPF_NOEXIST` of `linux/bpf.h`.
 const NOEXIST: u64 = 1;
 
-/// A fresh forward entry.
+/// A fresh forward entry, in [`SCRATCH`]: there always is one.
 #[inline(always)]
-pub fn young(key: &FlowKey, backend: &Backend, id: u32) -> Flow {
-    Flow {
+pub fn young(key: &FlowKey, backend: &Backend, id: u32) -> Option<&'static mut Flow> {
+    let scratch = SCRATCH.get_ptr_mut(0)?;
+    // SAFETY: a slot of this CPU's own, and a packet begins one flow.
+    let flow = unsafe { &mut (*scratch).flow };
+    *flow = Flow {
         addr: backend.addr,
         port: backend.port,
         client_port: key.client_port,
@@ -39,7 +44,8 @@ pub fn young(key: &FlowKey, backend: &Backend, id: u32) -> Flow {
         last_hop: [0; 6],
         uplink: UPLINK.load() as u8,
         state: 0,
-    }
+    };
+    Some(flow)
 }
 
 /// The reply key of a forward entry.
@@ -93,18 +99,23 @@ pub fn remove_living(key: &FlowKey, flow: &Flow) {
 /// Ends a living flow: its entry in the young table, which guards the client port, comes to light again.
 #[inline(always)]
 pub fn close(key: &FlowKey, flow: &Flow, state: u8) {
-    let mut closing = *flow;
+    let Some(scratch) = SCRATCH.get_ptr_mut(0) else {
+        return;
+    };
+    // SAFETY: a slot of this CPU's own, and a packet begins or closes one flow.
+    let closing = unsafe { &mut (*scratch).flow };
+    *closing = *flow;
     closing.state = state;
     // SAFETY: a helper without arguments.
     closing.last_seen = unsafe { bpf_jiffies64() };
     match YOUNG.get_ptr_mut(key) {
         // An insert into a full LRU costs as much as all the rest of a short flow together.
         // SAFETY: the value is this map's; only this flow's packets write it.
-        Some(young) => unsafe { *young = closing },
+        Some(young) => unsafe { *young = *closing },
         // A long flow's has been given away.
-        None => drop(YOUNG.insert(key, &closing, 0)),
+        None => drop(YOUNG.insert(key, &*closing, 0)),
     }
-    remove_living(key, &closing);
+    remove_living(key, closing);
 }
 
 /// Makes a young flow living. False when the living table has no room.

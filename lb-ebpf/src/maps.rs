@@ -137,6 +137,8 @@ pub struct Scratch {
     pub tcp: Tcp,
     /// The key of its flow.
     pub key: FlowKey,
+    /// The entry of the flow that it begins or closes: too large for the stack.
+    pub flow: Flow,
 }
 
 /// Keeps a packet in [`SCRATCH`] and gives it back from there.

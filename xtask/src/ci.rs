@@ -1,11 +1,12 @@
-//! What a change must pass: formatting, lints, documentation, tests, those on a real Kubernetes included.
+//! What a change must pass: formatting, lints, documentation, tests, those on other kernels and on a real Kubernetes
+//! included.
 
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
 use crate::exec::{command, elapsed, exec, stage};
-use crate::{setup, test};
+use crate::{kernels, setup, test};
 
 /// Options of `cargo xtask ci`.
 #[derive(clap::Args)]
@@ -14,6 +15,14 @@ pub struct Options {}
 /// CI has an hour for all. Where everything else has taken so long, on a fresh machine the scenarios on Kubernetes,
 /// which is built from source first, would take more than the rest of it.
 const LATEST: Duration = Duration::from_secs(30 * 60);
+/// As [`LATEST`] where it is built already.
+const LATEST_BUILT: Duration = Duration::from_secs(40 * 60);
+/// As [`LATEST`] for the end of other kernels where no Kubernetes follows.
+const LATEST_ALONE: Duration = Duration::from_secs(55 * 60);
+/// Other kernels may take so long: two minutes each are usual, half of it loading programs without KVM.
+const KERNELS: Duration = Duration::from_secs(10 * 60);
+/// With less than this they are not begun.
+const KERNELS_AT_LEAST: Duration = Duration::from_secs(4 * 60);
 
 /// Runs all checks; the quick ones first.
 ///
@@ -84,14 +93,73 @@ pub fn run(Options {}: Options) -> Result<()> {
         )
     })?;
     test::run(test::Options::default())?;
-    let took = begin.elapsed();
-    if took > LATEST && !test::is_cluster_built()? {
+    let Rest {
+        kernels,
+        kubernetes,
+    } = rest(begin.elapsed(), test::is_cluster_built()?);
+    match kernels {
+        Some(room) => kernels::of_built(&["6.1", "6.12"], room)?,
+        None => eprintln!(
+            "\n!!! SKIPPED: ironlb was tried on no other kernel. This machine has taken {} for the rest, and there \
+             is too little time left; by itself: cargo xtask kernels\n",
+            elapsed(begin.elapsed())
+        ),
+    }
+    if !kubernetes {
         eprintln!(
             "\n!!! SKIPPED: no test on a real Kubernetes has run. This machine has taken {} for the rest, and would \
              not build and test Kubernetes within the hour; by itself: cargo xtask test --cluster\n",
-            elapsed(took)
+            elapsed(begin.elapsed())
         );
         return Ok(());
     }
     test::on_cluster(None)
+}
+
+/// What there is time for after the tests that need neither.
+#[derive(Debug, PartialEq, Eq)]
+struct Rest {
+    /// How long other kernels may take, if at all.
+    kernels: Option<Duration>,
+    /// Whether the scenarios on Kubernetes run.
+    kubernetes: bool,
+}
+
+/// Shares the rest of the hour: other kernels get what the scenarios on Kubernetes can spare.
+fn rest(took: Duration, built: bool) -> Rest {
+    let kubernetes = built || took <= LATEST;
+    let latest = match (kubernetes, built) {
+        (true, true) => LATEST_BUILT,
+        (true, false) => LATEST,
+        (false, _) => LATEST_ALONE,
+    };
+    let room = latest.saturating_sub(took).min(KERNELS);
+    Rest {
+        kernels: (room >= KERNELS_AT_LEAST).then_some(room),
+        kubernetes,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_kernels_never_take_the_time_of_kubernetes() {
+        let minutes = |minutes: u64| Duration::from_secs(minutes * 60);
+        let share = |took, built| {
+            let Rest {
+                kernels,
+                kubernetes,
+            } = rest(minutes(took), built);
+            (kernels.map(|room| room.as_secs() / 60), kubernetes)
+        };
+        assert_eq!(share(10, false), (Some(10), true));
+        assert_eq!(share(25, false), (Some(5), true));
+        assert_eq!(share(27, false), (None, true));
+        assert_eq!(share(31, false), (Some(10), false));
+        assert_eq!(share(52, false), (None, false));
+        assert_eq!(share(33, true), (Some(7), true));
+        assert_eq!(share(50, true), (None, true));
+    }
 }

@@ -8,6 +8,7 @@ mod cluster;
 mod demo;
 mod exec;
 mod image;
+mod kernels;
 mod laboratory;
 mod load;
 mod setup;
@@ -40,6 +41,8 @@ enum Command {
     Load(load::Options),
     /// Run every test.
     Test(test::Options),
+    /// Boot other kernels in QEMU: do all programs load, and does ironlb work there?
+    Kernels(kernels::Options),
     /// Run what CI runs: formatting, lints, documentation, tests.
     Ci(ci::Options),
     /// Measure the data plane: a packet by itself, traffic next to plain routing and nftables, and failovers.
@@ -65,6 +68,7 @@ fn run(Cli { command }: Cli) -> Result<()> {
         Command::Image(options) => image::run(options),
         Command::Load(options) => load::run(options),
         Command::Test(options) => test::run(options),
+        Command::Kernels(options) => kernels::run(options),
         Command::Ci(options) => ci::run(options),
         Command::Bench(options) => bench::run(options),
     }

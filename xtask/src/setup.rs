@@ -62,6 +62,16 @@ const DEBIAN_GO: &str = "/usr/bin/go";
 const TEST_PROGRAMS: &[(&str, &str, &str)] =
     &[("promtool", "prometheus", "checks of the alert rules")];
 
+/// What boots other kernels: as [`PROGRAMS`].
+const KERNEL_PROGRAMS: &[(&str, &str, &str)] = &[
+    ("qemu-system-x86_64", "qemu-system-x86", "other kernels"),
+    ("cpio", "cpio", "the guests' initial file system"),
+    ("modprobe", "kmod", "modules of other kernels"),
+    ("xz", "xz-utils", "compressed modules"),
+    ("strip", "binutils", "small binaries in the guests"),
+    ("teamnl", "libteam-utils", "a team device in a guest"),
+];
+
 /// Options of `cargo xtask setup`.
 #[derive(clap::Args)]
 pub struct Options {
@@ -127,6 +137,20 @@ pub fn ensure_cluster() -> Result<()> {
 pub fn ensure_tests() -> Result<()> {
     ensure()?;
     install(&missing(TEST_PROGRAMS))
+}
+
+/// Installs what is missing to boot other kernels, besides what [`ensure`] does.
+///
+/// # Errors
+/// As [`run`]; also where the guests would be of another architecture than this machine.
+pub fn ensure_kernels() -> Result<()> {
+    if std::env::consts::ARCH != "x86_64" {
+        bail!(
+            "other kernels are booted with this machine's binaries, and only amd64's: run this on such a machine"
+        );
+    }
+    ensure()?;
+    install(&missing(KERNEL_PROGRAMS))
 }
 
 /// Checks that rustup's components for lints and formatting are installed.

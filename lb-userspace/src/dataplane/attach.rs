@@ -22,7 +22,7 @@ use tracing::{info, warn};
 
 use super::error::chain;
 use super::pins::Pins;
-use super::{AttachedMode, DataplaneError, Hook, Options, maps};
+use super::{AttachedMode, DataplaneError, Hook, LoadedProgram, Options, maps};
 use crate::desired::Mode;
 use crate::interfaces::{self, Interface};
 
@@ -73,6 +73,31 @@ impl<'a> Loader<'a> {
                 reason: chain(&error),
             })
     }
+}
+
+/// Asks the kernel to take every program of the object, and attaches none.
+pub(super) fn load_all(object: &mut Ebpf) -> Vec<LoadedProgram> {
+    let load = |object: &mut Ebpf, name| {
+        let info = match name {
+            program::XDP | program::XDP_PLAIN => {
+                let xdp: &mut Xdp = typed(object, name)?;
+                xdp.load().and_then(|()| xdp.info())
+            }
+            _ => {
+                let tc: &mut SchedClassifier = typed(object, name)?;
+                tc.load().and_then(|()| tc.info())
+            }
+        };
+        let info = info.map_err(|error| load_error(name, &error))?;
+        Ok(info.verified_instruction_count())
+    };
+    program::ALL
+        .into_iter()
+        .map(|name| LoadedProgram {
+            name,
+            instructions: load(object, name),
+        })
+        .collect()
 }
 
 /// An interface that is to have our programs.

@@ -622,6 +622,23 @@ pub fn unload(bpffs: &Path) -> Result<UnloadReport, DataplaneError> {
     pins::remove_all(bpffs, None)
 }
 
+/// A program that the kernel was asked to take.
+#[derive(Debug)]
+pub struct LoadedProgram {
+    /// Its name in the object.
+    pub name: &'static str,
+    /// Instructions that the verifier walked, where the kernel tells (Linux 5.16, commit aba64c7da983); or why it refused.
+    pub instructions: Result<Option<u32>, DataplaneError>,
+}
+
+/// Asks the kernel to take every program of the object, as an agent would, and attaches none: what a kernel thinks of
+/// them, those included that an agent would not use on it. Maps are made and pinned as for an agent; [`unload`] ends them.
+pub fn load_all(options: &Options) -> Result<Vec<LoadedProgram>, DataplaneError> {
+    let Dataplane { pins, ticks, .. } = Dataplane::open(options)?;
+    let mut object = Loader::new(&pins, options, &ticks).load(0)?;
+    Ok(attach::load_all(&mut object))
+}
+
 /// An address of this node cannot be a VIP: the kernel would answer for it, and accept what we pass.
 fn check_vips(host: &Host, tables: &TableSet) -> Result<(), DataplaneError> {
     let ours = tables.vips.iter();
