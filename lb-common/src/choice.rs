@@ -188,6 +188,7 @@ mod tests {
                 &service,
                 &FlowKey::forward(client, port, v4(172, 22, 0, 2), 6385),
                 EVERYWHERE,
+                NOBODY,
             )
         };
         let first = of_port(1024);

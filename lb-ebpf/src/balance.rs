@@ -308,7 +308,7 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ver
     if !syn && peers::handed_on() {
         return Some(Verdict::DroppedNotHere);
     }
-    let chosen = match choose::<false>(key) {
+    let chosen = match choose(key, syn) {
         Choice::NoService | Choice::NoBackend if peers::handed_on() => {
             return Some(Verdict::DroppedNotHere);
         }
@@ -425,7 +425,7 @@ fn is_admitted(key: &FlowKey, sources: u32) -> bool {
 /// Number of the node that the hash places a flow on, 0 for this one.
 #[inline(always)]
 pub fn place(key: &FlowKey) -> Option<u16> {
-    match choose::<true>(key) {
+    match choose(key, false) {
         Choice::Backend { id, .. } => Some(alive(id)?.peer),
         _ => None,
     }
@@ -441,10 +441,10 @@ enum Choice {
 /// Chooses among the VIP port's candidates, for what a peer handed on among those of this node, and trusts the answer
 /// only if the value was whole.
 ///
-/// With `PLAIN` it is the hash alone; without, a backend whose RST was kept from a client is passed over for a while.
+/// A new flow passes over a backend whose RST was kept from a client a moment ago; for all else it is the hash alone.
 #[inline(always)]
-fn choose<const PLAIN: bool>(key: &FlowKey) -> Choice {
-    let mut avoid = if PLAIN { NOBODY } else { avoided() };
+fn choose(key: &FlowKey, is_new: bool) -> Choice {
+    let mut avoid = if is_new { avoided() } else { NOBODY };
     for is_last in [false, true] {
         // SAFETY: a concurrent update may overwrite the value while it is read: see below.
         let Some(service) = (unsafe { SERVICES.get(&ServiceKey::new(key.addr, key.port)) }) else {
@@ -461,7 +461,7 @@ fn choose<const PLAIN: bool>(key: &FlowKey) -> Choice {
             continue;
         }
         if let Some(backend) = best
-            && !PLAIN
+            && is_new
             && !is_last
             && avoid == NOBODY
             && is_shunned(backend)

@@ -18,6 +18,7 @@ in_both_modes!(
     one_client_port_to_two_vip_ports_of_one_pod_makes_two_connections,
     ports_that_nobody_serves_are_refused_at_once,
     source_ranges_refuse_new_connections_alone,
+    a_pod_that_refuses_before_it_is_known_to_end_refuses_no_client,
 );
 
 fn connections_spread_over_all_pods_and_show_the_clients_address(mode: Mode) {
@@ -197,4 +198,26 @@ fn source_ranges_refuse_new_connections_alone(mode: Mode) {
     scene.node().write_config(&scene.config).expect("file");
     let served = || Ok(get(&host, VIP, own, &path).is_ok());
     wait_until("all are served again", Duration::from_secs(5), served).expect("served");
+}
+
+fn a_pod_that_refuses_before_it_is_known_to_end_refuses_no_client(mode: Mode) {
+    // Nobody checks its health: only its own word is there.
+    let mut scene = Scene::new(mode);
+    let pod = &mut scene.lab.nodes[0].pods[0];
+    let own = pod.instance_port();
+    pod.web.kill().expect("nginx");
+    let client = &scene.host().namespace;
+    let begin = Instant::now();
+    let mut asked = 0;
+    while begin.elapsed() < Duration::from_secs(4) {
+        asked += 1;
+        get(client, VIP, API_PORT, "/v1").unwrap_or_else(|error| panic!("{asked}: {error:#}"));
+    }
+    let kept = scene.count(Verdict::DroppedFirstReset);
+    assert!(kept > 0, "of {asked} connections none was its own");
+    // A port of its own is nobody else's: its refusal is the answer.
+    let refused = connect(client, VIP, own, Duration::from_millis(900));
+    let error = refused.expect_err("it serves");
+    assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+    assert_eq!(scene.count(Verdict::DroppedFirstReset), kept);
 }
