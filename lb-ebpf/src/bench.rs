@@ -21,8 +21,8 @@ use core::mem::offset_of;
 #[btf_map(name = "target")]
 static TARGET: ProgramArray<1> = ProgramArray::new();
 
-/// Words of a frame's headers that are made new: Ethernet, IPv4 and TCP without options fit.
-const WORDS: usize = 7;
+/// Words of a frame's headers that are made new: Ethernet, IPv6 and TCP without options fit.
+const WORDS: usize = 10;
 
 /// The buffer of a test run: the frame as the program sees it, and behind its payload how it shall be.
 #[repr(C)]
@@ -37,14 +37,22 @@ struct Buffer {
     step: u32,
 }
 
-/// Where the IPv4 source address is, less its first octet pair: the client's own part of it.
-const CLIENT: usize = 14 + 12 + 2;
-/// Where the TCP source port is.
-const PORT: usize = 14 + 20;
-
-/// Restores the frame, and calls the target on it.
+/// Restores an IPv4 frame, and calls the target on it.
 #[xdp(frags)]
 pub fn bench_wrap(ctx: XdpContext) -> u32 {
+    wrap::<{ 14 + 12 + 2 }, { 14 + 20 }>(ctx)
+}
+
+/// The same for an IPv6 frame.
+#[xdp(frags)]
+pub fn bench_wrap6(ctx: XdpContext) -> u32 {
+    wrap::<{ 14 + 8 + 14 }, { 14 + 40 }>(ctx)
+}
+
+/// `CLIENT` is where the last octet pair of the source address is: the client's own part of it. `PORT` is where the
+/// source port is.
+#[inline(always)]
+fn wrap<const CLIENT: usize, const PORT: usize>(ctx: XdpContext) -> u32 {
     let start = ctx.data();
     if start + size_of::<Buffer>() > ctx.data_end() {
         return xdp_action::XDP_ABORTED;

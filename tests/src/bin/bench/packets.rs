@@ -1,6 +1,6 @@
 //! Nanoseconds a packet, net of a trivial program, and how large the programs are.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use anyhow::{Context as _, Result, ensure};
 use aya::maps::ProgramArray;
@@ -27,6 +27,13 @@ const PODS: [Ipv4Addr; 3] = [
     Ipv4Addr::new(10, 244, 0, 12),
     Ipv4Addr::new(10, 244, 0, 13),
 ];
+const VIP6: Ipv6Addr = Ipv6Addr::new(0xfd00, 0x22, 0, 0, 0, 0, 0, 2);
+const CLIENT6: Ipv6Addr = Ipv6Addr::new(0xfd00, 0x22, 0, 0, 0, 0, 0, 0x100);
+const PODS6: [Ipv6Addr; 3] = [
+    Ipv6Addr::new(0xfd00, 0x244, 0, 0, 0, 0, 0, 0x11),
+    Ipv6Addr::new(0xfd00, 0x244, 0, 0, 0, 0, 0, 0x12),
+    Ipv6Addr::new(0xfd00, 0x244, 0, 0, 0, 0, 0, 0x13),
+];
 /// An address of neither a VIP nor a pod, and which the first filters do not mistake for one.
 const FOREIGN: Ipv4Addr = Ipv4Addr::new(172, 22, 0, 55);
 const UPLINK_MAC: [u8; 6] = [2, 0, 0, 0, 0, 11];
@@ -36,7 +43,7 @@ const PORT: u16 = 6385;
 /// Runs in one call: a call costs 17 ms besides.
 const RUNS: u32 = 1_000_000;
 /// Headers in the buffer of lb-ebpf/src/bench.rs, in bytes.
-const HEADERS: usize = 56;
+const HEADERS: usize = 80;
 
 /// One kind of packet.
 struct Kind {
@@ -47,37 +54,71 @@ struct Kind {
     /// How it must end.
     verdict: Verdict,
     /// Where it goes.
-    to: Ipv4Addr,
-    /// A SYN, of another client at every run; else an ACK of the one client.
-    syn: bool,
+    to: IpAddr,
+    /// What it carries.
+    carries: Carries,
     /// The most it shall cost, net.
     goal: Option<f64>,
 }
 
-const KINDS: [Kind; 3] = [
+/// What a packet carries.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Carries {
+    /// A SYN, of another client at every run.
+    Syn,
+    /// An ACK of the one client.
+    Ack,
+    Udp,
+}
+
+const KINDS: [Kind; 6] = [
     Kind {
         name: "established_v4",
         what: "ACK of an established flow",
         verdict: Verdict::Forwarded,
-        to: VIP,
-        syn: false,
-        goal: Some(100.0),
+        to: IpAddr::V4(VIP),
+        carries: Carries::Ack,
+        goal: Some(75.0),
     },
     Kind {
         name: "new_flow_v4",
         what: "SYN of a new flow, tables full",
         verdict: Verdict::ForwardedNew,
-        to: VIP,
-        syn: true,
+        to: IpAddr::V4(VIP),
+        carries: Carries::Syn,
+        goal: Some(300.0),
+    },
+    Kind {
+        name: "established_v6",
+        what: "the same over IPv6: ACK",
+        verdict: Verdict::Forwarded,
+        to: IpAddr::V6(VIP6),
+        carries: Carries::Ack,
+        goal: None,
+    },
+    Kind {
+        name: "new_flow_v6",
+        what: "the same over IPv6: SYN",
+        verdict: Verdict::ForwardedNew,
+        to: IpAddr::V6(VIP6),
+        carries: Carries::Syn,
         goal: None,
     },
     Kind {
         name: "not_ours",
         what: "TCP to a foreign address",
         verdict: Verdict::Passed,
-        to: FOREIGN,
-        syn: false,
-        goal: Some(40.0),
+        to: IpAddr::V4(FOREIGN),
+        carries: Carries::Ack,
+        goal: Some(30.0),
+    },
+    Kind {
+        name: "other_protocol",
+        what: "UDP to a foreign address",
+        verdict: Verdict::Passed,
+        to: IpAddr::V4(FOREIGN),
+        carries: Carries::Udp,
+        goal: Some(10.0),
     },
 ];
 
@@ -110,13 +151,13 @@ fn on_this_processor(rounds: u32) -> Result<(Value, Value)> {
     for kind in &KINDS {
         let buffer = kind.buffer()?;
         // Warm: caches, branch predictors, and the young table full.
-        let mut run = |target: &ProgramFd| bench.run(target, &buffer);
-        run(&target)?;
+        let wrapper = kind.wrapper();
+        bench.run(wrapper, &target, &buffer)?;
         let before = engine.verdicts()?[kind.verdict as usize];
         let mut costs = Vec::new();
         for _ in 0..rounds {
-            let trivial = bench.run_trivial(&buffer)?;
-            costs.push(bench.run(&target, &buffer)? - trivial);
+            let trivial = bench.run_trivial(wrapper, &buffer)?;
+            costs.push(bench.run(wrapper, &target, &buffer)? - trivial);
         }
         let ended = engine.verdicts()?[kind.verdict as usize] - before;
         ensure!(
@@ -146,10 +187,15 @@ fn on_this_processor(rounds: u32) -> Result<(Value, Value)> {
 fn engine() -> Result<Engine> {
     let mut engine = Engine::load_sized(DEFAULT_LIVING_FLOWS, DEFAULT_YOUNG_FLOWS)?;
     let mut vip_filter = Filter::default();
-    vip_filter.insert(&Addr::from(VIP));
+    let vips = [IpAddr::from(VIP), IpAddr::from(VIP6)];
+    for vip in vips {
+        vip_filter.insert(&Addr::from(vip));
+    }
     let mut pod_filter = Filter::default();
-    for pod in PODS {
-        pod_filter.insert(&Addr::from(pod));
+    let pods = PODS.map(|pod| (IpAddr::from(pod), PORT));
+    let pods6 = PODS6.map(|pod| (IpAddr::from(pod), PORT));
+    for (pod, _) in pods.iter().chain(&pods6) {
+        pod_filter.insert(&Addr::from(*pod));
     }
     let foreign = Addr::from(FOREIGN).v4_raw();
     ensure!(
@@ -174,45 +220,80 @@ fn engine() -> Result<Engine> {
             networks: [Addr::UNSPECIFIED; 2],
         },
     )?;
-    engine.set_vip(
-        VIP,
-        Vip {
-            answer_until: u64::MAX,
-            flags: 0,
-            uplink: 0,
-            pass: [Pass::default(); MAX_PASS],
-        },
-    )?;
-    engine.serve(&[(VIP, PORT, &PODS.map(|pod| (pod, PORT)))])?;
-    let (client, vip, pod) = (Addr::from(CLIENT), Addr::from(VIP), Addr::from(PODS[0]));
+    for vip in vips {
+        engine.set_vip(
+            vip,
+            Vip {
+                answer_until: u64::MAX,
+                flags: 0,
+                uplink: 0,
+                pass: [Pass::default(); MAX_PASS],
+            },
+        )?;
+    }
+    engine.serve(&[(vips[0], PORT, &pods), (vips[1], PORT, &pods6)])?;
+    establish(&mut engine, CLIENT.into(), vips[0], pods[0].0, 0)?;
+    establish(&mut engine, CLIENT6.into(), vips[1], pods6[0].0, 1)?;
+    Ok(engine)
+}
+
+/// Enters a living flow to the first backend of the VIP port of that id.
+fn establish(
+    engine: &mut Engine,
+    client: IpAddr,
+    vip: IpAddr,
+    pod: IpAddr,
+    service: u16,
+) -> Result<()> {
+    let (client, vip, pod) = (Addr::from(client), Addr::from(vip), Addr::from(pod));
     let flow = |addr| Flow {
         addr,
         port: PORT,
         client_port: CLIENT_PORT,
-        backend: backend_id(0, 1),
+        backend: backend_id(service * PODS.len() as u16, 1),
+        service,
         last_hop: CLIENT_MAC,
         ..Flow::default()
     };
     let forward = FlowKey::forward(client, CLIENT_PORT, vip, PORT);
     let reply = FlowKey::reply(client, CLIENT_PORT, pod, PORT);
     engine.set_flow(map::LIVING_REPLY, &reply, flow(vip))?;
-    engine.set_flow(map::LIVING, &forward, flow(pod))?;
-    Ok(engine)
+    engine.set_flow(map::LIVING, &forward, flow(pod))
 }
 
 const CLIENT_PORT: u16 = 40_000;
 
 impl Kind {
+    /// The wrapper that knows its headers.
+    fn wrapper(&self) -> &'static str {
+        match self.to {
+            IpAddr::V4(_) => "bench_wrap",
+            IpAddr::V6(_) => "bench_wrap6",
+        }
+    }
+
     /// The buffer that lb-ebpf/src/bench.rs describes.
     fn buffer(&self) -> Result<Vec<u8>> {
-        let tcp = PacketBuilder::ethernet2(CLIENT_MAC, UPLINK_MAC)
-            .ipv4(CLIENT.octets(), self.to.octets(), 64)
-            .tcp(CLIENT_PORT, PORT, 1, 64_240);
-        let tcp = if self.syn { tcp.syn() } else { tcp.ack(1) };
+        let ethernet = PacketBuilder::ethernet2(CLIENT_MAC, UPLINK_MAC);
+        let ip = match self.to {
+            IpAddr::V4(to) => ethernet.ipv4(CLIENT.octets(), to.octets(), 64),
+            IpAddr::V6(to) => ethernet.ipv6(CLIENT6.octets(), to.octets(), 64),
+        };
         let mut frame = Vec::new();
-        tcp.write(&mut frame, &[]).context("build a packet")?;
+        let built = match self.carries {
+            Carries::Udp => ip.udp(CLIENT_PORT, PORT).write(&mut frame, &[]),
+            Carries::Syn => {
+                let tcp = ip.tcp(CLIENT_PORT, PORT, 1, 64_240);
+                tcp.syn().write(&mut frame, &[])
+            }
+            Carries::Ack => {
+                let tcp = ip.tcp(CLIENT_PORT, PORT, 1, 64_240);
+                tcp.ack(1).write(&mut frame, &[])
+            }
+        };
+        built.context("build a packet")?;
         frame.resize(HEADERS, 0);
-        let step = u32::from(self.syn);
+        let step = u32::from(self.carries == Carries::Syn);
         Ok([
             &frame[..],
             &frame,
@@ -235,7 +316,7 @@ impl Bench {
         let mut ebpf = EbpfLoader::new()
             .load(ironlb::BENCH_OBJECT)
             .context("load the bench's object")?;
-        for name in ["bench_wrap", "bench_pass"] {
+        for name in ["bench_wrap", "bench_wrap6", "bench_pass"] {
             xdp(&mut ebpf, name)?
                 .load()
                 .with_context(|| format!("load {name}"))?;
@@ -249,24 +330,24 @@ impl Bench {
         })
     }
 
-    /// Nanoseconds a run of the wrapper with a target.
-    fn run(&mut self, target: &ProgramFd, buffer: &[u8]) -> Result<f64> {
+    /// Nanoseconds a run of a wrapper with a target.
+    fn run(&mut self, wrapper: &str, target: &ProgramFd, buffer: &[u8]) -> Result<f64> {
         self.target
             .set(0, target, 0)
             .context("set the wrapper's target")?;
         let mut options = TestRunOptions::new();
         options.data_in = Some(buffer);
         options.repeat = RUNS;
-        let result = xdp(&mut self.ebpf, "bench_wrap")?
+        let result = xdp(&mut self.ebpf, wrapper)?
             .test_run(options)
             .context("run the wrapper")?;
         Ok(result.duration.as_nanos() as f64)
     }
 
-    /// Nanoseconds a run of the wrapper with the trivial program.
-    fn run_trivial(&mut self, buffer: &[u8]) -> Result<f64> {
+    /// Nanoseconds a run of a wrapper with the trivial program.
+    fn run_trivial(&mut self, wrapper: &str, buffer: &[u8]) -> Result<f64> {
         let trivial = self.trivial.try_clone()?;
-        self.run(&trivial, buffer)
+        self.run(wrapper, &trivial, buffer)
     }
 }
 
