@@ -8,25 +8,29 @@ use anyhow::{Result, bail};
 use crate::exec::{Interrupt, Supervised, clean_up, command, exec, stage, target_directory};
 use crate::setup;
 
+/// Builds ironlb and the programs of its laboratory; `about` is what to know of that.
+///
+/// # Errors
+/// When that fails.
+pub fn build(about: &str) -> Result<()> {
+    stage("build ironlb and its laboratory", about, || {
+        exec(command("cargo").args([
+            "build",
+            "--package",
+            "lb-userspace",
+            "--package",
+            "ironlb-tests",
+        ]))
+    })
+}
+
 /// Sets the machine up, builds everything, and runs a binary with arguments to its end.
 ///
 /// # Errors
 /// When it fails, or the user has interrupted it.
 pub fn run(binary: &str, arguments: &[String]) -> Result<()> {
     setup::ensure()?;
-    stage(
-        "build ironlb and its laboratory",
-        "a minute or two at first",
-        || {
-            exec(command("cargo").args([
-                "build",
-                "--package",
-                "lb-userspace",
-                "--package",
-                "ironlb-tests",
-            ]))
-        },
-    )?;
+    build("a minute or two at first")?;
     let target = target_directory()?;
     let status = Supervised::start(
         command(target.join(binary))

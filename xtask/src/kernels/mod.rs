@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
-use crate::exec::{command, elapsed, exec, stage, target_directory};
-use crate::setup;
+use crate::exec::{elapsed, stage, target_directory};
+use crate::{laboratory, setup};
 
 /// Where other devices than veth are tried, too: the machine's own kernel may have none of them.
 const ROWS: &str = "6.12";
@@ -59,19 +59,7 @@ pub struct Options {
 /// When something does not load or does not work on one of them.
 pub fn run(options: Options) -> Result<()> {
     setup::ensure_kernels()?;
-    stage(
-        "build ironlb and its laboratory",
-        "the guests run this build",
-        || {
-            exec(command("cargo").args([
-                "build",
-                "--package",
-                "lb-userspace",
-                "--package",
-                "ironlb-tests",
-            ]))
-        },
-    )?;
+    laboratory::build("the guests run this build")?;
     check(&options, None)
 }
 
