@@ -134,6 +134,7 @@ fn lookup<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ve
         }
     }
     peers::note_handed_on(hook, ip);
+    avoid(NOBODY);
     if !peers::handed_on()
         && let Some(verdict) = peers::exception(tcp, key)
     {
@@ -228,7 +229,7 @@ fn young<H: Hook>(
             return None;
         }
         if flow.state & FLOW_SPARED != 0 && !new {
-            avoid(id);
+            avoid(u64::from(id));
             let _ = YOUNG.remove(key);
             return None;
         }
@@ -484,12 +485,12 @@ fn choose(key: &FlowKey, is_new: bool) -> Choice {
     Choice::Inconsistent
 }
 
-/// Lets the choice for this packet pass a backend over.
+/// Lets the choice for this packet pass a backend over, or [`NOBODY`].
 #[inline(always)]
-fn avoid(id: u32) {
+fn avoid(id: u64) {
     if let Some(scratch) = SCRATCH.get_ptr_mut(0) {
         // SAFETY: a slot of this CPU's own.
-        unsafe { (*scratch).avoid = u64::from(id) };
+        unsafe { (*scratch).avoid = id };
     }
 }
 

@@ -8,7 +8,7 @@ use aya_ebpf::{
     },
     programs::{TcContext, XdpContext},
 };
-use core::mem::offset_of;
+use core::{ffi::c_void, mem::offset_of};
 use lb_common::{
     Addr, MODE_NATIVE, MODE_TC,
     frame::Frame,
@@ -84,6 +84,24 @@ unsafe fn bounds(data: *const u32, end: *const u32) -> (usize, usize) {
     unsafe { (data.read_volatile() as usize, end.read_volatile() as usize) }
 }
 
+/// Asks the kernel's routing table; `None` when it knows no neighbour.
+///
+/// # Safety
+/// `context` is the program's, `question` points to one.
+#[inline(always)]
+unsafe fn ask_route(context: *mut c_void, question: *mut Route) -> Option<()> {
+    // SAFETY: the caller's; the question is as long as said.
+    let found = unsafe {
+        bpf_fib_lookup(
+            context,
+            question.cast(),
+            ROUTE_LENGTH,
+            BPF_FIB_LOOKUP_OUTPUT,
+        )
+    };
+    (found == 0).then_some(())
+}
+
 /// A packet at XDP.
 pub struct Xdp {
     ctx: XdpContext,
@@ -141,16 +159,8 @@ impl Hook for Xdp {
 
     #[inline(always)]
     fn route(&mut self, question: *mut Route) -> Option<()> {
-        // SAFETY: the context is the program's own, the question as long as said.
-        let found = unsafe {
-            bpf_fib_lookup(
-                self.ctx.ctx.cast(),
-                question.cast(),
-                ROUTE_LENGTH,
-                BPF_FIB_LOOKUP_OUTPUT,
-            )
-        };
-        (found == 0).then_some(())
+        // SAFETY: the context is the program's own.
+        unsafe { ask_route(self.ctx.ctx.cast(), question) }
     }
 
     #[inline(always)]
@@ -337,16 +347,8 @@ impl Hook for Tc {
 
     #[inline(always)]
     fn route(&mut self, question: *mut Route) -> Option<()> {
-        // SAFETY: the context is the program's own, the question as long as said.
-        let found = unsafe {
-            bpf_fib_lookup(
-                self.skb.cast(),
-                question.cast(),
-                ROUTE_LENGTH,
-                BPF_FIB_LOOKUP_OUTPUT,
-            )
-        };
-        (found == 0).then_some(())
+        // SAFETY: the context is the program's own.
+        unsafe { ask_route(self.skb.cast(), question) }
     }
 
     #[inline(always)]

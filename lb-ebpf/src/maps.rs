@@ -11,7 +11,6 @@ use lb_common::{
     MAX_PEERS, MAX_PORTS, MAX_SOURCE_RANGES, MAX_UPLINKS, MAX_VIPS, Peer, PeerInfo, PeerMac, Pod,
     PodPort, PortInfo, Pressure, Reflection, Service, ServiceKey, Source, Traffic, Uplink, Verdict,
     Vip,
-    choice::NOBODY,
     packet::{Ip, Tcp},
     verdict::MAX_VERDICTS,
 };
@@ -128,7 +127,7 @@ pub struct Scratch {
     pub handed_on: u64,
     /// Number of the peer to hand the packet on to.
     pub peer: u64,
-    /// Id of the backend that the choice passes over, or [`NOBODY`].
+    /// Id of the backend that the choice passes over, or [`NOBODY`](lb_common::choice::NOBODY).
     pub avoid: u64,
     /// The packet, for the same reason: whether it is IPv4 or IPv6, with tags or without, all that follows is
     /// verified once.
@@ -147,7 +146,6 @@ pub fn keep(ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<&'static Scratch> {
     let scratch = SCRATCH.get_ptr_mut(0)?;
     // SAFETY: a slot of this CPU's own; what is written here is not written again in this run.
     unsafe {
-        (*scratch).avoid = NOBODY;
         (*scratch).ip = *ip;
         (*scratch).tcp = *tcp;
         (*scratch).key = *key;

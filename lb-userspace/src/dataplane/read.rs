@@ -163,7 +163,7 @@ pub struct PortView {
     /// All flows of a client to one backend.
     pub client_affinity: bool,
     /// Where clients of new flows must be, where not all are admitted.
-    pub source_ranges: Option<Vec<IpNet>>,
+    pub source_ranges: Option<BTreeSet<IpNet>>,
     /// Whether the data plane serves it; false for one that has left and whose flows are being ended.
     pub serving: bool,
     /// How many backends take new flows.
@@ -825,7 +825,7 @@ fn state(map_name: &str, flow: &Flow) -> FlowState {
 }
 
 /// The ranges of a list.
-fn ranges(sources: &BTreeSet<(u32, Source)>, list: u32) -> Vec<IpNet> {
+fn ranges(sources: &BTreeSet<(u32, Source)>, list: u32) -> BTreeSet<IpNet> {
     let of_list = sources
         .iter()
         .filter(|(_, source)| u32::from(source.list) == list);
@@ -833,8 +833,7 @@ fn ranges(sources: &BTreeSet<(u32, Source)>, list: u32) -> Vec<IpNet> {
         let length = prefix.checked_sub(source.fixed_bits())?;
         IpNet::new(source.addr.into(), length as u8).ok()
     });
-    let ranges: BTreeSet<IpNet> = range.collect();
-    ranges.into_iter().collect()
+    range.collect()
 }
 
 fn interface(uplinks: &[Uplink], slot: u32) -> String {

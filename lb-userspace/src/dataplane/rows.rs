@@ -1145,6 +1145,11 @@ mod tests {
         }
 
         fn apply(&mut self, tables: &TableSet) -> usize {
+            self.apply_watched(tables, |_| {})
+        }
+
+        /// The same, with a look at what the maps hold after every write.
+        fn apply_watched(&mut self, tables: &TableSet, watch: impl Fn(&Rows)) -> usize {
             let placement = tables.vips.keys().map(|vip| (*vip, 0)).collect();
             let input = Input {
                 tables,
@@ -1157,6 +1162,7 @@ mod tests {
             for (n, write) in plan.writes.iter().enumerate() {
                 self.rows.record(write);
                 check_room(&self.rows);
+                watch(&self.rows);
                 if plan.writes.len() < 2000 || n % 512 == 0 {
                     check(&self.rows);
                 }
@@ -1258,19 +1264,10 @@ mod tests {
         let mut agent = Agent::new();
         let mut before = BTreeMap::new();
         for (ranges, rows) in steps {
-            let wanted = with(ranges);
-            let placement = BTreeMap::from([(vip(2), 0)]);
-            let input = Input {
-                tables: &wanted,
-                placement: &placement,
-                host: &BTreeSet::new(),
-                now: agent.now,
-            };
             let next = (1..).zip(ranges.map(|list| list.iter().map(ToString::to_string).collect()));
             let next: BTreeMap<u16, BTreeSet<String>> = next.collect();
-            for write in plan(&agent.rows, &agent.leaving, &input).writes {
-                agent.rows.record(&write);
-                for (port, now) in admitted(&agent.rows) {
+            agent.apply_watched(&with(ranges), |rows| {
+                for (port, now) in admitted(rows) {
                     let has = |list: Option<&BTreeSet<String>>| {
                         list.is_some_and(|list| list.is_subset(&now))
                     };
@@ -1279,7 +1276,7 @@ mod tests {
                         "{port}: {now:?}"
                     );
                 }
-            }
+            });
             assert_eq!(admitted(&agent.rows), next);
             assert_eq!(agent.rows.sources.len(), rows, "{ranges:?}");
             before = next;
