@@ -31,6 +31,9 @@ const BURST: usize = 256;
 /// How long that takes.
 const PAUSE: Duration = Duration::from_millis(2);
 
+/// How long the programs stay for clients that ask back before all is unloaded.
+const ASKED_BACK: Duration = Duration::from_millis(200);
+
 /// Which flows are to end.
 pub(super) enum Which<'a> {
     /// Those whose backend is gone, or has one of these indices and is about to be.
@@ -104,11 +107,13 @@ pub(super) fn end(root: &Path, which: &Which<'_>) -> Result<usize, DataplaneErro
         let _ = young.remove(&key);
         let at = |addr: lb_common::Addr, port| SocketAddr::new(addr.into(), port);
         let (client, vip) = (at(key.client, key.client_port), at(key.addr, key.port));
-        resets.send(vip, client, flow.last_ack);
+        // The pod first. A client that has received more meanwhile asks back (RFC 5961 section 3.2), and it is the pod that
+        // answers: with a reset only once it has its own, while after its answer nobody would tell the client any more.
         if let Ok(reply) = reply {
             let (client, pod) = (at(key.client, flow.client_port), at(flow.addr, flow.port));
             resets.send(client, pod, reply.last_ack);
         }
+        resets.send(vip, client, flow.last_ack);
         if told.len().is_multiple_of(BURST) {
             std::thread::sleep(PAUSE);
         }
@@ -126,11 +131,14 @@ pub(super) fn end_all(root: &Path) -> Result<usize, DataplaneError> {
     };
     let rows = uplinks(root);
     let mut used = rows.iter().filter(|row| row.ifindex != 0).peekable();
-    if used.peek().is_some() && used.all(is_here) {
-        end(root, &Which::All)
-    } else {
-        Ok(0)
+    if used.peek().is_none() || !used.all(is_here) {
+        return Ok(0);
     }
+    let told = end(root, &Which::All)?;
+    if told != 0 {
+        std::thread::sleep(ASKED_BACK);
+    }
+    Ok(told)
 }
 
 /// Sends resets as the other end of a connection would.

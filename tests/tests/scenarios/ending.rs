@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use etherparse::{NetSlice, SlicedPacket};
-use ironlb_tests::{Agent, Download, IMAGE_PORT, Outcome, VIP, VIP6, Wire, backends};
+use ironlb_tests::{Agent, Download, IMAGE_PORT, Outcome, VIP, VIP6, Wire, backends, wait_until};
+use lb_common::layout::map;
 
 use crate::scene::{Mode, Scene, in_both_modes};
 
@@ -29,6 +30,11 @@ fn downloading(mode: Mode) -> (Scene, Vec<Download>) {
         let limit = Duration::from_secs(60);
         Download::start(&scene.host().namespace, &url, &[], limit).expect("curl")
     });
+    let begun = Instant::now();
+    let living = || Ok(scene.maps().living(map::LIVING)?.len() == 2);
+    wait_until("both downloads run", Duration::from_secs(10), living).expect("flows");
+    println!("both downloads run after {:?}", begun.elapsed());
+    // The server's bursts and its silence.
     std::thread::sleep(Duration::from_secs(2));
     (scene, downloads.into())
 }

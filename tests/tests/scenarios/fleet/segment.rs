@@ -9,7 +9,7 @@ use crate::scene::{Clients, Mode, RECOVERY, fleet};
 
 const NODES: usize = 3;
 /// Within which a new interface serves: its programs have to be loaded, on a busy machine.
-const REPLACED: Duration = Duration::from_secs(8);
+const REPLACED: Duration = Duration::from_secs(4);
 /// Within which a filter is spoken of: some probes may be lost without one.
 const SAID: Duration = Duration::from_secs(10);
 /// How long it is watched after that.
