@@ -302,6 +302,8 @@ impl Node {
         let namespace = Namespace::create(tag, &name, &directory)?;
         namespace.sysctl("net.ipv4.ip_forward", "1")?;
         namespace.sysctl("net.ipv6.conf.all.forwarding", "1")?;
+        // A node that has been up for long has its link-local addresses; without them the kernel can solicit no neighbor.
+        namespace.sysctl("net.ipv6.conf.default.dad_transmits", "0")?;
         // Both: the kernel takes the larger of `all` and the interface's own.
         for scope in ["all", "default"] {
             let name = format!("net.ipv4.conf.{scope}.rp_filter");
