@@ -63,6 +63,15 @@ pub struct Wanted {
     pub down: BTreeSet<(String, IpAddr)>,
 }
 
+impl Wanted {
+    /// Addresses of this node and those where peers may be.
+    fn places(&self) -> BTreeSet<IpAddr> {
+        let own = self.links.iter().flat_map(|link| &link.addresses);
+        let own = own.map(|(address, _)| *address);
+        own.chain(self.addresses.iter().copied()).collect()
+    }
+}
+
 /// An uplink.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Link {

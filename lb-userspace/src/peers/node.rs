@@ -93,10 +93,16 @@ impl Node {
         node
     }
 
-    /// Takes another wish.
-    pub(super) fn want(&mut self, wanted: Wanted, now: Duration) {
+    /// Takes another wish; to be followed by a look.
+    pub(super) fn want(&mut self, wanted: Wanted, now: Duration) -> Todo {
         if wanted.node != self.wanted.node {
             self.members.remove(&wanted.node);
+        }
+        let is_elsewhere = wanted.places() != self.wanted.places();
+        let has_left_places = !self.wanted.places().is_subset(&wanted.places());
+        if has_left_places {
+            // Until peers know the new address, what does not come to it is not their silence.
+            self.listening_since = now;
         }
         self.wanted = wanted;
         let elected: BTreeSet<IpAddr> = self.elected().map(|(vip, _)| vip).collect();
@@ -124,6 +130,7 @@ impl Node {
         for member in self.members.values_mut() {
             member.keep_links(&slots);
         }
+        Todo { say: is_elsewhere }
     }
 
     fn own_name(&self) -> [u8; lb_common::NAME_LEN] {

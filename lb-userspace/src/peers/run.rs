@@ -217,8 +217,9 @@ impl Runner {
                 if wanted.port != self.node.wanted().port {
                     self.places.clear();
                 }
-                self.node.want(*wanted, boot_time());
-                self.node.look(boot_time())
+                let mut todo = self.node.want(*wanted, boot_time());
+                todo.say |= self.node.look(boot_time()).say;
+                todo
             }
             Command::TablesChanged => {
                 self.own.look();

@@ -162,8 +162,8 @@ impl Sim {
         let machine = &mut self.machines[node];
         change(&mut machine.wanted);
         if let Some(agent) = &mut machine.agent {
-            agent.want(machine.wanted.clone(), now);
-            let todo = agent.look(now);
+            let mut todo = agent.want(machine.wanted.clone(), now);
+            todo.say |= agent.look(now).say;
             self.act(node, todo);
         }
     }
@@ -682,6 +682,35 @@ fn another_mac_and_address_of_a_peer_are_followed() {
     assert_eq!(view.peers["b"].links[&0].mac, [2, 0, 0, 0, 9, 9]);
     assert_eq!(view.peers["b"].note, None);
     assert!(view.peers["b"].live);
+}
+
+#[test]
+fn a_node_that_moves_to_another_address_does_not_take_its_peers_for_silent() {
+    for node in 0..3 {
+        let mut sim = Sim::new(3, 17);
+        let old = IpAddr::from([172, 22, 0, 77]);
+        sim.machines[node].wanted.links[0].addresses.push((old, 24));
+        for node in 0..3 {
+            sim.start(node);
+        }
+        sim.run(4.0);
+        let holder = sim.holder();
+        if holder == node {
+            continue;
+        }
+        let nobody = sim.nobody;
+        // Its peers send to where it is no more; their files come to know of that later than its own.
+        sim.side.insert(node);
+        sim.run(0.7);
+        sim.want(node, |wanted| wanted.links[0].addresses.truncate(1));
+        sim.run(0.6);
+        sim.side.clear();
+        sim.run(2.0);
+        assert_eq!(
+            (sim.holder(), sim.double, sim.nobody),
+            (holder, Duration::ZERO, nobody)
+        );
+    }
 }
 
 #[test]
