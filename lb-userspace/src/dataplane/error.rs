@@ -74,6 +74,17 @@ pub enum DataplaneError {
         /// The pin root.
         path: PathBuf,
     },
+    /// Somebody watches already: a ring has one reader.
+    #[error(
+        "another `ironlb monitor` ({}) watches {path}: end it first",
+        pid.map_or_else(|| "its process id is not visible from here".to_owned(), |pid| format!("process {pid}"))
+    )]
+    Watched {
+        /// The pin root.
+        path: PathBuf,
+        /// Its process id, where it is known.
+        pid: Option<u32>,
+    },
     /// A map operation failed.
     #[error("cannot {action} the map `{map}`: {}", chain(source))]
     Map {
@@ -157,7 +168,7 @@ pub enum DataplaneError {
 }
 
 impl DataplaneError {
-    pub(super) fn pins(action: &'static str, path: &Path, source: io::Error) -> Self {
+    pub(crate) fn pins(action: &'static str, path: &Path, source: io::Error) -> Self {
         Self::Pins {
             action,
             path: path.to_owned(),

@@ -10,6 +10,7 @@ mod maps;
 mod pins;
 pub mod read;
 mod rows;
+pub mod told;
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::io;
@@ -28,6 +29,7 @@ use rustix::time::{ClockId, clock_getres, clock_gettime};
 use tracing::{info, warn};
 
 use crate::desired::{Announce, Bypass, UplinkSelector, UplinkSpec};
+use crate::ended::Teller;
 use crate::interfaces::{self, Host, Interface, Place};
 use crate::peers::Link;
 use crate::tables::{PeerRow, TableSet};
@@ -175,6 +177,8 @@ pub struct Dataplane {
     leaving: Leaving,
     /// What [`Self::apply`] was last given.
     tables: Option<TableSet>,
+    /// Who records the flows that are ended with their backends.
+    recorder: Option<Teller>,
 }
 
 /// The maps with a copy of what they hold.
@@ -286,7 +290,13 @@ impl Dataplane {
             incomplete: true,
             leaving: Leaving::new(),
             tables: None,
+            recorder: None,
         })
+    }
+
+    /// From now on, tells of the flows that are ended with their backends.
+    pub fn tell_of_endings(&mut self, recorder: Teller) {
+        self.recorder = Some(recorder);
     }
 
     /// Whether all is pinned that goes on serving when this process ends.
@@ -561,8 +571,13 @@ impl Dataplane {
     /// Ends the flows of backends that are gone, and of these. Without it the programs refuse what clients send.
     fn end_flows(&self, going: &HashSet<u16>) {
         match endings::end(&self.options.bpffs, &Which::Gone(going)) {
-            Ok(0) => {}
-            Ok(count) => info!("{count} flows ended with their backends"),
+            Ok(ended) if ended.is_empty() => {}
+            Ok(ended) => {
+                info!("{} flows ended with their backends", ended.len());
+                if let Some(recorder) = &self.recorder {
+                    ended.into_iter().for_each(|ending| recorder.tell(ending));
+                }
+            }
             Err(error) => warn!("cannot end the flows of backends that are gone: {error}"),
         }
     }
