@@ -484,7 +484,7 @@ impl Writer {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
             }
-            endings.extend(std::iter::from_fn(|| self.endings.next()));
+            endings.extend(std::iter::from_fn(|| self.endings.take()));
             self.note(&endings);
             if let Some(done) = stop {
                 self.sync();

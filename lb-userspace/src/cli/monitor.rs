@@ -622,7 +622,7 @@ struct Monitor {
 impl Monitor {
     /// Shows what has come. `Some` when it is time to end.
     fn look(&mut self, arguments: &Arguments) -> anyhow::Result<Option<End>> {
-        while let Some(event) = self.watching.next() {
+        while let Some(event) = self.watching.take() {
             let Some(view) = View::new(&event, &mut self.resolver) else {
                 continue;
             };

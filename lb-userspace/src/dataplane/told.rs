@@ -42,7 +42,7 @@ impl Endings {
     }
 
     /// The next one, if there is one.
-    pub fn next(&mut self) -> Option<Ending> {
+    pub fn take(&mut self) -> Option<Ending> {
         // A record of another length would be of another build: the layout's check has refused that.
         self.ring
             .next()
@@ -160,7 +160,7 @@ impl Watching {
     }
 
     /// The next event, if there is one.
-    pub fn next(&mut self) -> Option<Event> {
+    pub fn take(&mut self) -> Option<Event> {
         self.ring.next().and_then(|bytes| Event::from_bytes(&bytes))
     }
 
