@@ -371,20 +371,18 @@ impl Hook for Tc {
         // SAFETY: the context is the program's own for its whole run.
         let length = unsafe { (*self.skb).len };
         event.length = length;
-        let wanted = if length < CAPTURE as u32 {
-            length
-        } else {
-            CAPTURE as u32
-        };
         event.captured = 0;
-        if wanted == 0 {
+        let Some(last) = length.checked_sub(1) else {
             return;
-        }
-        // Kept from being merged with the test: the verifier must see the bound.
-        let wanted = core::hint::black_box(wanted) & (2 * CAPTURE as u32 - 1);
-        if wanted == 0 || wanted > CAPTURE as u32 {
-            return;
-        }
+        };
+        const { assert!(CAPTURE.is_power_of_two()) };
+        let last = if last < CAPTURE as u32 {
+            last
+        } else {
+            CAPTURE as u32 - 1
+        };
+        // From 1 to CAPTURE in whatever way it is looked at: old verifiers do not learn it from tests.
+        let wanted = (core::hint::black_box(last) & (CAPTURE as u32 - 1)) + 1;
         // SAFETY: the helper checks against the skb; `frame` has room for `wanted`.
         let done = unsafe {
             bpf_skb_load_bytes(self.skb.cast(), 0, event.frame.as_mut_ptr().cast(), wanted)
