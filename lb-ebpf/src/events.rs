@@ -18,7 +18,7 @@ use lb_common::{
 
 use crate::{
     hook::{Hook, Tc, Xdp},
-    maps::{ENDINGS, EVENTS, SCRATCH, TELLING, UPLINK, WATCH, YOUNG},
+    maps::{ENDINGS, EVENTS, SCRATCH, TELLING, UPLINK, WATCH, YOUNG, copy_words, zero_words},
     refuse::take_from,
 };
 
@@ -113,13 +113,15 @@ fn describe() {
     };
     // SAFETY: a slot of this CPU's own.
     let (key, event) = unsafe { (&(*scratch).key, &mut (*scratch).event) };
-    event.flow = NOTHING;
+    // SAFETY: the map's value, all of integers.
+    unsafe { zero_words(&raw mut event.flow) };
     // SAFETY: a helper without arguments.
     event.flow.at = unsafe { bpf_ktime_get_boot_ns() };
     event.kind = EVENT_DROP;
     if KEYED & bit(event) != 0 {
         event.kind = EVENT_REFUSAL;
-        event.flow.key = *key;
+        // SAFETY: both are the map's.
+        unsafe { copy_words(&raw mut event.flow.key, key) };
     }
     if NEW & bit(event) != 0 {
         event.kind = EVENT_NEW;
@@ -172,24 +174,6 @@ pub fn ended(event: &mut Event) {
     of_flow(event, EVENT_ENDED);
 }
 
-/// Facts of no flow.
-const NOTHING: Ending = Ending {
-    at: 0,
-    started: 0,
-    bytes_in: 0,
-    bytes_out: 0,
-    key: FlowKey::forward(Addr::UNSPECIFIED, 0, Addr::UNSPECIFIED, 0),
-    pod: Addr::UNSPECIFIED,
-    pod_port: 0,
-    service: 0,
-    backend: 0,
-    by: 0,
-    refusal: 0,
-    state: 0,
-    uplink: 0,
-    pad: [0; 4],
-};
-
 /// Notes a flow for what is told of it.
 #[inline(always)]
 pub fn keep_facts(key: &FlowKey, flow: &Flow, by: u8) {
@@ -200,7 +184,8 @@ pub fn keep_facts(key: &FlowKey, flow: &Flow, by: u8) {
     let facts = unsafe { &mut (*scratch).event.flow };
     // SAFETY: a helper without arguments.
     facts.at = unsafe { bpf_ktime_get_boot_ns() };
-    facts.key = *key;
+    // SAFETY: the map's value, and a key.
+    unsafe { copy_words(&raw mut facts.key, key) };
     facts.bytes_out = 0;
     facts.by = by;
     facts.refusal = if by == BY_GONE {
@@ -217,7 +202,8 @@ pub fn keep_facts(key: &FlowKey, flow: &Flow, by: u8) {
 fn note(facts: &mut Ending, flow: &Flow) {
     facts.started = flow.started;
     facts.bytes_in = flow.bytes;
-    facts.pod = flow.addr;
+    // SAFETY: both are addresses.
+    unsafe { copy_words(&raw mut facts.pod, &raw const flow.addr) };
     facts.pod_port = flow.port;
     facts.service = flow.service;
     facts.backend = flow.backend;

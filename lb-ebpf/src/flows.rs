@@ -11,7 +11,7 @@ use lb_common::{
 
 use crate::events;
 use crate::maps::{
-    LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, SCRATCH, TICKS_PER_SECOND, UPLINK, YOUNG,
+    LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, SCRATCH, TICKS_PER_SECOND, UPLINK, YOUNG, copy_words,
 };
 
 /// Seconds that a young entry guards its client port: as long as a pod may retry a SYN-ACK.
@@ -99,7 +99,7 @@ fn kept(flow: &Flow) -> Option<&'static mut Flow> {
     let scratch = SCRATCH.get_ptr_mut(0)?;
     // SAFETY: a slot of this CPU's own; nothing else in this run refers to it.
     unsafe {
-        (*scratch).flow = *flow;
+        copy_words(&raw mut (*scratch).flow, flow);
         Some(&mut (*scratch).flow)
     }
 }
@@ -132,7 +132,7 @@ pub extern "C" fn ironlb_end() -> u32 {
         match YOUNG.get_ptr_mut(key) {
             // An insert into a full LRU costs as much as all the rest of a short flow together.
             // SAFETY: the value is this map's; only this flow's packets write it.
-            Some(young) => unsafe { *young = scratch.flow },
+            Some(young) => unsafe { copy_words(young, &raw const scratch.flow) },
             // A long flow's has been given away.
             None => drop(YOUNG.insert(key, &scratch.flow, 0)),
         }

@@ -157,6 +157,38 @@ pub struct Scratch {
     pub event: Event,
 }
 
+/// Copies a value of whole words. The compiler would call `memmove`, a loop over bytes: it costs time, the verifier walks every
+/// turn, and old kernels count 32 bytes of stack for a call within a global function, which are not there.
+///
+/// # Safety
+/// Both are valid for a `T`, whose size and alignment are multiples of four.
+#[inline(always)]
+pub unsafe fn copy_words<T>(to: *mut T, from: *const T) {
+    const { assert!(size_of::<T>().is_multiple_of(4) && align_of::<T>().is_multiple_of(4)) };
+    let (to, from) = (to.cast::<u32>(), from.cast::<u32>());
+    let mut at = 0;
+    while at < size_of::<T>() / 4 {
+        // SAFETY: the caller's. Volatile, or this would become the call again.
+        unsafe { to.add(at).write(from.add(at).read_volatile()) };
+        at += 1;
+    }
+}
+
+/// Zeroes a value of whole words, as [`copy_words`] copies it.
+///
+/// # Safety
+/// It is valid for a `T` that may be zero, whose size and alignment are multiples of four.
+#[inline(always)]
+pub unsafe fn zero_words<T>(value: *mut T) {
+    const { assert!(size_of::<T>().is_multiple_of(4) && align_of::<T>().is_multiple_of(4)) };
+    let mut at = 0;
+    while at < size_of::<T>() / 4 {
+        // SAFETY: the caller's.
+        unsafe { value.cast::<u32>().add(at).write_volatile(0) };
+        at += 1;
+    }
+}
+
 /// Keeps a packet in [`SCRATCH`] and gives it back from there.
 #[inline(always)]
 pub fn keep(ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<&'static Scratch> {
