@@ -8,8 +8,8 @@
 
 use core::mem::{offset_of, size_of};
 
-/// Version of everything in this module; part of the pin path (`…/v5/`).
-pub const LAYOUT_VERSION: u32 = 5;
+/// Version of everything in this module; part of the pin path (`…/v6/`).
+pub const LAYOUT_VERSION: u32 = 6;
 
 /// How many uplinks (attachments) one agent manages at most.
 pub const MAX_UPLINKS: u32 = 16;

@@ -58,6 +58,18 @@ pub enum DataplaneError {
         /// The other root, where it can be found.
         root: Option<PathBuf>,
     },
+    /// Programs serve from maps that this version cannot read.
+    #[error(
+        "{path} holds state of map layout {version}, which this version (layout {}) cannot take over; its programs serve on: \
+         start a version that can, or end them and their flows with `ironlb unload`",
+        lb_common::LAYOUT_VERSION
+    )]
+    OtherLayout {
+        /// Where it is pinned.
+        path: PathBuf,
+        /// Its layout.
+        version: u32,
+    },
     /// A file operation below the pin root failed.
     #[error("cannot {action} {path}: {source}")]
     Pins {

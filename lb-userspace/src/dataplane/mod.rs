@@ -6,6 +6,7 @@
 mod attach;
 mod endings;
 mod error;
+mod former;
 mod maps;
 mod pins;
 pub mod read;
@@ -35,6 +36,7 @@ use crate::peers::Link;
 use crate::tables::{PeerRow, TableSet};
 use attach::{Attacher, Loader, Target};
 use endings::Which;
+use former::Former;
 use maps::Maps;
 use pins::Pins;
 use rows::{Input, Leaving, NO_UPLINK, Rows, Write};
@@ -170,6 +172,8 @@ pub struct Dataplane {
     /// Kernel ticks a second.
     ticks: u32,
     held: Held,
+    /// What serves until the first [`Self::attach`].
+    former: Option<Former>,
     attacher: Attacher,
     served: Vec<Served>,
     /// The last [`Self::attach`] could not say where everything is: VIPs stay where they are.
@@ -198,9 +202,17 @@ impl std::fmt::Debug for Held {
 
 impl Held {
     /// Checks what is pinned, makes what is missing, and says in `control` whose it is now.
-    fn open(pins: &Pins, options: &Options, ticks: u32) -> Result<Self, DataplaneError> {
+    fn open(
+        pins: &Pins,
+        options: &Options,
+        ticks: u32,
+        former: Option<&Former>,
+    ) -> Result<Self, DataplaneError> {
         maps::check(&pins.dir(), options)?;
         Loader::new(pins, options, &ticks).load(0)?;
+        if let Some(former) = former {
+            former.copy_rows(&pins.dir())?;
+        }
         let maps = Maps::open(&pins.dir())?;
         let rows = maps.rows()?;
         let all = maps::all(&pins.dir())?;
@@ -280,8 +292,10 @@ impl Dataplane {
         let _ = rustix::process::setrlimit(rustix::process::Resource::Memlock, unlimited);
         let pins = Pins::open(&options.bpffs)?;
         let ticks = ticks_per_second();
+        let former = Former::find(&options.bpffs)?;
         Ok(Self {
-            held: Held::open(&pins, options, ticks)?,
+            held: Held::open(&pins, options, ticks, former.as_ref())?,
+            former,
             options: options.clone(),
             pins,
             ticks,
@@ -364,8 +378,12 @@ impl Dataplane {
             ticks,
             held,
             attacher,
+            former,
             ..
         } = self;
+        if let Some(former) = former {
+            former.begin(pins)?;
+        }
         let mut loader = None;
         let mut served = Vec::new();
         for want in wanted.values() {
@@ -432,6 +450,10 @@ impl Dataplane {
             return Err(error);
         }
         self.remove_others(&keep)?;
+        if let Some(former) = &mut self.former {
+            former.finish(&self.pins)?;
+            self.former = None;
+        }
         Ok(report)
     }
 
