@@ -9,6 +9,7 @@ pub mod config;
 pub mod dataplane;
 pub mod desired;
 pub mod doctor;
+pub mod ended;
 pub mod ethtool;
 pub mod health;
 pub mod http;

@@ -33,6 +33,15 @@ impl Maps {
         MapData::from_pin(&path).with_context(|| format!("cannot open the map {}", path.display()))
     }
 
+    /// The one value of an array.
+    ///
+    /// # Errors
+    /// When the map is not there.
+    pub fn first<V: aya::Pod>(&self, name: &str) -> Result<V> {
+        let map = Array::<_, V>::try_from(Map::Array(self.open(name)?))?;
+        Ok(map.get(&0, 0)?)
+    }
+
     /// What the agent tells.
     ///
     /// # Errors

@@ -255,7 +255,7 @@ pub(super) fn remove_filters(uplinks: &[Uplink]) {
     }
 }
 
-fn has_tcx() -> bool {
+pub(super) fn has_tcx() -> bool {
     KernelVersion::current().is_ok_and(|version| version >= TCX_SINCE)
 }
 

@@ -58,6 +58,18 @@ pub enum DataplaneError {
         /// The other root, where it can be found.
         root: Option<PathBuf>,
     },
+    /// Programs serve from maps that this version cannot read.
+    #[error(
+        "{path} holds state of map layout {version}, which this version (layout {}) cannot take over; its programs serve on: \
+         start a version that can, or end them and their flows with `ironlb unload`",
+        lb_common::LAYOUT_VERSION
+    )]
+    OtherLayout {
+        /// Where it is pinned.
+        path: PathBuf,
+        /// Its layout.
+        version: u32,
+    },
     /// A file operation below the pin root failed.
     #[error("cannot {action} {path}: {source}")]
     Pins {
@@ -73,6 +85,17 @@ pub enum DataplaneError {
     NotLoaded {
         /// The pin root.
         path: PathBuf,
+    },
+    /// Somebody watches already: a ring has one reader.
+    #[error(
+        "another `ironlb monitor` ({}) watches {path}: end it first",
+        pid.map_or_else(|| "its process id is not visible from here".to_owned(), |pid| format!("process {pid}"))
+    )]
+    Watched {
+        /// The pin root.
+        path: PathBuf,
+        /// Its process id, where it is known.
+        pid: Option<u32>,
     },
     /// A map operation failed.
     #[error("cannot {action} the map `{map}`: {}", chain(source))]
@@ -157,7 +180,7 @@ pub enum DataplaneError {
 }
 
 impl DataplaneError {
-    pub(super) fn pins(action: &'static str, path: &Path, source: io::Error) -> Self {
+    pub(crate) fn pins(action: &'static str, path: &Path, source: io::Error) -> Self {
         Self::Pins {
             action,
             path: path.to_owned(),

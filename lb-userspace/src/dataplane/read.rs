@@ -20,6 +20,7 @@ use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 
 use super::maps::{self, pinned};
+use super::told::NotTold;
 use super::{AttachedMode, DataplaneError, boot_time, nanoseconds, pins, ticks_per_second};
 
 /// An attachment.
@@ -662,6 +663,11 @@ impl Reader {
             })
         };
         Verdict::ALL.iter().map(view).collect()
+    }
+
+    /// How many events and endings have reached nobody.
+    pub fn not_told(&self) -> Result<NotTold, DataplaneError> {
+        NotTold::read(&self.root)
     }
 
     /// The state as a whole.

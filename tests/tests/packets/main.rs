@@ -1,6 +1,7 @@
 //! What the real programs do to packets, one row or dialogue each: packet in, packet out, verdict,
 //! action, entries and counters. Checksums are recomputed from scratch by an independent library.
 
+mod events;
 mod icmp;
 mod odd;
 mod peers;

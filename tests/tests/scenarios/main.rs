@@ -15,6 +15,7 @@ mod laboratory;
 mod lifecycle;
 mod lost_reply;
 mod many;
+mod monitor;
 mod path_mtu;
 mod port;
 mod scene;
