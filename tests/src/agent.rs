@@ -1,5 +1,6 @@
 //! The `ironlb` binary and an agent of it on a node of the laboratory.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -166,6 +167,20 @@ impl Agent {
     /// # Errors
     /// When there is no binary to start.
     pub fn spawn_binary(node: &Node, binary: &Path) -> Result<Self> {
+        Self::spawn_with(node, binary, &[])
+    }
+
+    /// As [`Agent::launch`], with more options on its command line.
+    ///
+    /// # Errors
+    /// As [`Agent::start`].
+    pub fn launch_with(node: &Node, options: &[&str]) -> Result<Self> {
+        let mut agent = Self::spawn_with(node, ironlb()?, options)?;
+        agent.wait_until_ready(node)?;
+        Ok(agent)
+    }
+
+    fn spawn_with(node: &Node, binary: &Path, options: &[&str]) -> Result<Self> {
         let command = [
             binary.as_os_str(),
             "agent".as_ref(),
@@ -176,6 +191,8 @@ impl Agent {
             "--bpffs".as_ref(),
             node.bpffs.as_os_str(),
         ];
+        let options = options.iter().map(OsStr::new);
+        let command = command.into_iter().chain(options);
         let process = node.namespace.spawn("agent", command)?;
         Ok(Self { process })
     }
