@@ -284,6 +284,60 @@ fn a_driver_without_xdp_falls_to_tc_in_auto_and_is_an_error_in_native() {
     assert!(text.contains("mac0") && text.contains("mode: tc"), "{text}");
 }
 
+/// Of every errno that a virtual device can give; the words for the others are tested beside them.
+#[test]
+fn what_cannot_be_native_gets_the_remedy_and_nothing_stays_attached() {
+    let node = Node::new("remedy");
+    let wanted = tables(&[("ironic-0", 10)]);
+    node.ip("link add link up0 name mac0 type macvlan mode bridge");
+    // As many receive queues as the other end sends with are wanted.
+    node.ip("link add many0 numtxqueues 4 numrxqueues 4 type veth peer name few0 numrxqueues 1");
+    for (name, remedy) in [
+        ("mac0", "its driver has no XDP"),
+        ("few0", "ethtool -L few0 combined N"),
+    ] {
+        let uplinks = [in_subnet(Mode::Tc), named(name, Mode::Native)];
+        node.inside(|| {
+            let mut dataplane = node.open();
+            let error = dataplane.attach(&uplinks, &wanted).expect_err("no XDP");
+            let text = error.to_string();
+            for part in [name, remedy, "mode: tc"] {
+                assert!(text.contains(part), "{name}: no `{part}` in {text}");
+            }
+            dataplane.apply(&wanted).expect("the other uplink serves");
+            let host = ironlb::interfaces::Host::read().expect("reads");
+            let port = host.interfaces.values().find(|i| i.name == name);
+            assert_eq!(port.expect("there").xdp, [0; 0], "{name}");
+            // A link ends a moment after its pin.
+            let attached = || {
+                let hooks = [TcAttachType::Ingress, TcAttachType::Egress];
+                let of = |hook| SchedClassifier::query_tcx(name, hook).expect("query").1;
+                hooks.into_iter().map(|hook| of(hook).len()).sum::<usize>()
+            };
+            let deadline = Instant::now() + Duration::from_secs(5);
+            while attached() > 0 {
+                assert!(Instant::now() < deadline, "{name}: programs are left at TC");
+                thread::sleep(Duration::from_millis(10));
+            }
+        });
+        let links = fs::read_dir(node.maps().join("links")).expect("links");
+        assert_eq!(links.count(), 2, "{name}: those of up0");
+    }
+    // What has served there goes on.
+    serve(
+        &node,
+        &[in_subnet(Mode::Tc), named("mac0", Mode::Tc)],
+        &wanted,
+    );
+    let error = node.inside(|| {
+        let mut dataplane = node.open();
+        dataplane.attach(&[in_subnet(Mode::Tc), named("mac0", Mode::Native)], &wanted)
+    });
+    error.expect_err("no XDP");
+    let links = fs::read_dir(node.maps().join("links")).expect("links");
+    assert_eq!(links.count(), 4);
+}
+
 #[test]
 fn a_change_of_mode_replaces_the_forward_path() {
     let node = Node::new("mode");

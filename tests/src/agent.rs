@@ -183,6 +183,20 @@ impl Agent {
     /// # Errors
     /// When there is no binary to start.
     pub fn spawn_binary(node: &Node, binary: &Path) -> Result<Self> {
+        Self::spawn_with(node, binary, &[])
+    }
+
+    /// As [`Agent::launch`], with more options on its command line.
+    ///
+    /// # Errors
+    /// As [`Agent::start`].
+    pub fn launch_with(node: &Node, options: &[&str]) -> Result<Self> {
+        let mut agent = Self::spawn_with(node, ironlb()?, options)?;
+        agent.wait_until_ready(node)?;
+        Ok(agent)
+    }
+
+    fn spawn_with(node: &Node, binary: &Path, options: &[&str]) -> Result<Self> {
         let state_dir = node.state_dir();
         let command = [
             binary.as_os_str(),
@@ -196,6 +210,8 @@ impl Agent {
             "--state-dir".as_ref(),
             state_dir.as_os_str(),
         ];
+        let options = options.iter().map(OsStr::new);
+        let command = command.into_iter().chain(options);
         let process = node.namespace.spawn("agent", command)?;
         Ok(Self { process })
     }

@@ -1,15 +1,18 @@
 //! A big download is right, and nothing that happens to the agent disturbs it.
 
 use std::fs;
+use std::io::{Read as _, Write as _};
 use std::time::Duration;
 
 use ironlb_tests::{
-    API_PORT, Agent, Download, IMAGE_PORT, Image, KernelObjects, Load, Node, VIP, wait_until,
+    API_PORT, Agent, Download, IMAGE_PORT, Image, KernelObjects, Load, Node, VIP, ironlb,
+    wait_until,
 };
-use lb_common::{LAYOUT_VERSION, map};
+use lb_common::layout::{Addr, LAYOUT_VERSION, map};
+use rustix::process::Signal;
 use serde_json::json;
 
-use crate::scene::{Mode, Scene, get, in_both_modes};
+use crate::scene::{Mode, Scene, connect, get, in_both_modes};
 
 in_both_modes!(
     a_big_download_arrives_unharmed,
@@ -17,6 +20,7 @@ in_both_modes!(
     a_download_and_new_connections_outlive_the_agent,
     a_download_and_new_connections_outlive_another_map_layout,
     a_map_layout_that_is_not_known_serves_on_untouched,
+    an_idle_connection_outlives_an_upgrade_with_its_pod,
 );
 
 /// Slow enough that all of a scenario happens meanwhile.
@@ -156,6 +160,20 @@ fn a_map_layout_that_is_not_known_serves_on_untouched(mode: Mode) {
 /// Kills the agent and starts another one while a client opens connections, none of which may fail; `between` is done to the
 /// node when no agent runs.
 fn replace_agent(scene: &mut Scene, between: impl FnOnce(&Node)) -> KernelObjects {
+    // The program itself answers, and nobody else would: a moment without it is a loss.
+    let quick = ["ping", "-q", "-n", "-i", "0.005", &VIP.to_string()];
+    let mut ping = scene.host().namespace.spawn("ping", quick).expect("ping");
+    let node = scene.node().namespace.clone();
+    let watch = ["ip", "-o", "monitor", "link"];
+    let mut events = node.spawn("events", watch).expect("ip monitor");
+    wait_until("events of links are seen", Duration::from_secs(5), || {
+        node.ip("link set eth1 txqueuelen 999\nlink set eth1 txqueuelen 1000")?;
+        Ok(events.log()?.contains("eth1"))
+    })
+    .expect("an event");
+    // Those of the last change, too.
+    std::thread::sleep(Duration::from_millis(200));
+    let seen = events.log().expect("log").len();
     // From an address of its own: curl may have taken any port of the host's first.
     let source = std::net::Ipv4Addr::new(172, 22, 0, 200);
     let line = format!("addr add {source}/24 dev eth0");
@@ -181,6 +199,13 @@ fn replace_agent(scene: &mut Scene, between: impl FnOnce(&Node)) -> KernelObject
     });
     assert_eq!(report.failed, 0, "{report:?}");
     assert!(report.served > 100, "{report:?}");
+    let event = events.log().expect("log").split_off(seen);
+    assert_eq!(event, "", "an event of a link");
+    events.kill().expect("kill");
+    ping.signal(Signal::INT).expect("ping");
+    ping.wait().expect("ping");
+    let said = ping.log().expect("log");
+    assert!(said.contains(" 0% packet loss"), "{said}");
     after
 }
 
@@ -202,4 +227,56 @@ fn assert_still_whole(scene: &Scene, mut download: Download) {
         "the download did not last long enough"
     );
     download.finish(&scene.lab.image.sha256).expect("download");
+}
+
+/// No time is too long: the entries are made to look weeks old.
+fn an_idle_connection_outlives_an_upgrade_with_its_pod(mode: Mode) {
+    /// 25 days on a kernel with 1,000 a second, which is the fastest.
+    const WEEKS: u64 = 1 << 31;
+    let mut scene = Scene::new(mode);
+    let client = scene.host().namespace.clone();
+    let mut idle: Vec<_> = (0..6)
+        .map(|_| {
+            let limit = Duration::from_secs(2);
+            let mut flow = connect(&client, VIP, API_PORT, limit).expect("connect");
+            flow.write_all(b"GET /v1 HTTP/1.0\r\n").expect("send");
+            flow
+        })
+        .collect();
+    let living = || scene.maps().living(map::LIVING).expect("flows");
+    let all = || Ok(living().len() == 6);
+    wait_until("all live", Duration::from_secs(5), all).expect("flows");
+    let pod_of = |port: u16| {
+        let flows = living();
+        let flow = flows.iter().find(|(key, _)| key.client_port == port);
+        let address = flow.expect("a flow").1.addr;
+        let pods = scene.node().pods.iter();
+        let mut pods = pods.filter(|pod| Addr::from(pod.address) == address);
+        pods.next().expect("a pod").instance.clone()
+    };
+    let ports = idle
+        .iter()
+        .map(|flow| flow.local_addr().expect("own").port());
+    let pods: Vec<_> = ports.map(pod_of).collect();
+    scene.maps().age(WEEKS).expect("maps");
+
+    // An upgrade: the new version is another file.
+    let next = scene.lab.directory().join("ironlb-next");
+    std::fs::copy(ironlb().expect("ironlb"), &next).expect("copy");
+    scene.agent.stop().expect("stop");
+    get(&client, VIP, API_PORT, "/").expect("it serves without an agent");
+    let node = &scene.lab.nodes[0];
+    scene.agent = Agent::spawn_binary(node, &next).expect("the next version");
+    scene.agent.wait_until_ready(node).expect("ready");
+    // Whatever an agent does after its start.
+    std::thread::sleep(Duration::from_secs(3));
+
+    for (flow, pod) in idle.iter_mut().zip(pods) {
+        flow.set_read_timeout(Some(Duration::from_secs(2)))
+            .expect("timeout");
+        flow.write_all(b"\r\n").expect("send");
+        let mut answer = String::new();
+        flow.read_to_string(&mut answer).expect("the answer");
+        assert!(answer.contains(&format!("\"{pod}\"")), "{pod}: {answer}");
+    }
 }
