@@ -11,6 +11,7 @@ mod instance_env;
 mod log_level;
 mod services;
 mod status;
+mod trace;
 mod unload;
 
 use std::fmt::Display;
@@ -50,6 +51,8 @@ Examples:
   ironlb agent --config lb.yaml        serve it
   ironlb status                        what serves, and how packets end
   ironlb flows --client 172.22.0.101   which pod serves this host
+  ironlb trace --from 172.22.0.101:40000 --to 172.22.0.2:6385
+                                       what would happen to this packet
   ironlb unload                        take everything out of the kernel"
 )]
 struct Cli {
@@ -69,6 +72,7 @@ enum Command {
     Backends(backends::Arguments),
     Flows(flows::Arguments),
     Counters(counters::Arguments),
+    Trace(trace::Arguments),
     Doctor(doctor::Arguments),
     Unload(unload::Arguments),
     InstanceEnv(instance_env::Arguments),
@@ -110,6 +114,7 @@ pub fn main() -> ExitCode {
         Command::Backends(arguments) => backends::run(&arguments, &bpffs),
         Command::Flows(arguments) => flows::run(arguments, &bpffs),
         Command::Counters(arguments) => counters::run(&arguments, &bpffs),
+        Command::Trace(arguments) => trace::run(&arguments, &bpffs),
         Command::Doctor(arguments) => doctor::run(arguments, &bpffs),
         Command::Unload(arguments) => unload::run(&arguments, &bpffs),
         Command::InstanceEnv(arguments) => instance_env::run(&arguments),

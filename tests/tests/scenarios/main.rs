@@ -19,3 +19,4 @@ mod path_mtu;
 mod port;
 mod scene;
 mod serving;
+mod trace;
