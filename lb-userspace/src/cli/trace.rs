@@ -340,17 +340,23 @@ fn differing(before: &Fields, after: &Fields) -> String {
     let pairs = before.0.iter().zip(&after.0);
     let differ = pairs.filter(|(before, after)| before != after);
     let texts = differ.map(|((name, before), (_, after))| {
-        format!("{name}={}→{}", plain(name, before), plain(name, after))
+        let (before, after) = (plain(name, before), plain(name, after));
+        format!("{}={before}→{after}", short(name))
     });
     texts.collect::<Vec<_>>().join(" ")
 }
 
 fn inline(fields: &Fields) -> String {
-    let texts = fields.0.iter().map(|(name, value)| {
-        let name = name.strip_suffix("_seconds").unwrap_or(name);
-        format!("{name}={}", plain(name, value))
-    });
+    let texts = fields
+        .0
+        .iter()
+        .map(|(name, value)| format!("{}={}", short(name), plain(name, value)));
     texts.collect::<Vec<_>>().join(" ")
+}
+
+/// A name for people, whose values say their unit.
+fn short(name: &str) -> &str {
+    name.strip_suffix("_seconds").unwrap_or(name)
 }
 
 /// A value for people.
@@ -398,7 +404,7 @@ mod tests {
         };
         assert_eq!(
             differing(&fields(3.0, false), &fields(0.0, true)),
-            "idle_seconds=3.0s→0.0s client_fin=no→yes"
+            "idle=3.0s→0.0s client_fin=no→yes"
         );
         assert_eq!(
             inline(&fields(3.0, false)),

@@ -803,6 +803,11 @@ impl Clock {
         }
     }
 
+    /// The same with what the kernel's count of ticks was a moment ago: it may be some tenths of a second behind the clock.
+    pub(super) fn with_jiffies(self, jiffies: u64) -> Self {
+        Self { jiffies, ..self }
+    }
+
     /// Seconds since a boot time, of a row that has one.
     fn seconds_since(&self, time: u64) -> Option<f64> {
         (time != 0).then(|| self.since_boot_time(time))

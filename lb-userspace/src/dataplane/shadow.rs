@@ -117,6 +117,30 @@ pub(super) struct Changes {
     pub(super) shunned: Vec<Difference<u32, u64>>,
 }
 
+impl Changes {
+    /// The kernel's count of ticks during the run, where an entry was given it.
+    pub(super) fn jiffies(&self) -> Option<u64> {
+        let flows = self.flows.iter().map(|(_, change)| {
+            let seen = |flow: Option<Flow>| flow.map(|flow| flow.last_seen);
+            (seen(change.before), seen(change.after))
+        });
+        let direct = self
+            .direct
+            .iter()
+            .map(|change| (change.before, change.after));
+        let shunned = self
+            .shunned
+            .iter()
+            .map(|change| (change.before, change.after));
+        flows
+            .chain(direct)
+            .chain(shunned)
+            .filter(|(before, after)| before != after)
+            .filter_map(|(_, after)| after)
+            .max()
+    }
+}
+
 /// An entry that is another one than before, or was not there before, or is no longer.
 #[derive(Clone, Copy)]
 pub(super) struct Difference<K, V> {

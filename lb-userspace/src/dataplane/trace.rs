@@ -271,7 +271,7 @@ impl Tracer {
         let headers = Headers::parse(frame);
         let own = |mac: [u8; 6]| {
             let found = self.uplinks.iter().filter(|(_, row)| row.mac == mac);
-            found.map(|(slot, _)| *slot).collect::<Vec<_>>()
+            found.copied().collect::<Vec<_>>()
         };
         let direction = direction.unwrap_or_else(|| {
             let leaves = !own(headers.source).is_empty() && own(headers.destination).is_empty();
@@ -288,7 +288,7 @@ impl Tracer {
         let target = headers.target();
         let slot = match own(mac)[..] {
             // The ports of a bridge have one MAC.
-            [slot] => Some(slot),
+            [(slot, row)] if serves(&row, direction) => Some(slot),
             _ => match target {
                 Some(to) => self.slot_for(to.into(), direction),
                 None => self.only(direction),
@@ -305,10 +305,8 @@ impl Tracer {
     }
 
     fn uplinks_of(&self, direction: Direction) -> impl Iterator<Item = &(u32, Uplink)> {
-        self.uplinks.iter().filter(move |(_, row)| {
-            let forwards = row.flags & UPLINK_FORWARD != 0 && row.mode != MODE_NONE;
-            direction == Direction::Out || forwards
-        })
+        let rows = self.uplinks.iter();
+        rows.filter(move |(_, row)| serves(row, direction))
     }
 
     /// The frame that a question is about: as the flow's next packet would be, where there is a flow. `None` between
@@ -437,7 +435,10 @@ impl Tracer {
             tables: &shadow.tables,
             outcome: &outcome,
             slot,
-            clock: Clock::now(),
+            clock: outcome
+                .changes
+                .jiffies()
+                .map_or_else(Clock::now, |jiffies| Clock::now().with_jiffies(jiffies)),
         };
         let entries = match direction {
             Direction::In => explained.forward(&headers, &after)?,
@@ -463,8 +464,10 @@ impl Tracer {
             changes: explained.changes(),
             before: headers.fields(whole),
             after: (action != Action::Drop).then(|| {
-                let cut_off = whole - cut.len();
-                after.fields(outcome.frame.len() + cut_off)
+                // An answer is whole, what goes on has its end still.
+                let is_answer = outcome.frame.len() != cut.len();
+                let end = if is_answer { 0 } else { whole - cut.len() };
+                after.fields(outcome.frame.len() + end)
             }),
             notes,
         })
@@ -498,6 +501,11 @@ impl Tracer {
             .find(|program| program.id() == id)
             .map(|program| program.tag())
     }
+}
+
+/// Whether an interface has a program of a direction.
+fn serves(row: &Uplink, direction: Direction) -> bool {
+    direction == Direction::Out || (row.flags & UPLINK_FORWARD != 0 && row.mode != MODE_NONE)
 }
 
 /// A program's return value by the kernel's name (`linux/bpf.h`, `linux/pkt_cls.h`).
