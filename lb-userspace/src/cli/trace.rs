@@ -299,7 +299,7 @@ fn text(trace: &Trace) -> String {
     let value = |fields: &Fields, name: &str| {
         let mut fields = fields.0.iter();
         let found = fields.find(|(other, _)| *other == name);
-        or_dash(found.map(|(name, value)| plain(name, value)))
+        or_dash(found.map(|(_, value)| plain(value)))
     };
     parts.push(table(
         &["FRAME", "BEFORE", "AFTER", ""],
@@ -340,7 +340,7 @@ fn differing(before: &Fields, after: &Fields) -> String {
     let pairs = before.0.iter().zip(&after.0);
     let differ = pairs.filter(|(before, after)| before != after);
     let texts = differ.map(|((name, before), (_, after))| {
-        let (before, after) = (plain(name, before), plain(name, after));
+        let (before, after) = (plain(before), plain(after));
         format!("{}={before}→{after}", short(name))
     });
     texts.collect::<Vec<_>>().join(" ")
@@ -350,7 +350,7 @@ fn inline(fields: &Fields) -> String {
     let texts = fields
         .0
         .iter()
-        .map(|(name, value)| format!("{}={}", short(name), plain(name, value)));
+        .map(|(name, value)| format!("{}={}", short(name), plain(value)));
     texts.collect::<Vec<_>>().join(" ")
 }
 
@@ -360,7 +360,7 @@ fn short(name: &str) -> &str {
 }
 
 /// A value for people.
-fn plain(name: &str, value: &Value) -> String {
+fn plain(value: &Value) -> String {
     match value {
         Value::Null => "-".to_owned(),
         Value::String(text) if text.is_empty() => "-".to_owned(),
@@ -369,7 +369,7 @@ fn plain(name: &str, value: &Value) -> String {
         Value::Bool(false) => "no".to_owned(),
         Value::Array(list) if list.is_empty() => "-".to_owned(),
         Value::Array(list) => {
-            let texts: Vec<String> = list.iter().map(|item| plain(name, item)).collect();
+            let texts: Vec<String> = list.iter().map(plain).collect();
             texts.join(",")
         }
         Value::Number(number) if number.is_f64() => ago(number.as_f64().unwrap_or(0.0)),

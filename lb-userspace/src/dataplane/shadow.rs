@@ -338,6 +338,9 @@ impl Tables {
     }
 }
 
+/// What differs in a table.
+type Differences<S> = Vec<Difference<<S as Store>::Key, <S as Store>::Value>>;
+
 /// A private map, and what was copied into it.
 pub(super) struct Table<S: Store> {
     name: &'static str,
@@ -367,7 +370,7 @@ impl<S: Store> Table<S> {
         Ok(Self { name, store, held })
     }
 
-    fn differences(&self) -> Result<Vec<Difference<S::Key, S::Value>>, DataplaneError> {
+    fn differences(&self) -> Result<Differences<S>, DataplaneError> {
         let mut now = self
             .store
             .all()
