@@ -668,7 +668,7 @@ pub const fn peer_link(peer: u32, uplink: u32) -> u32 {
 
 /// The MAC of a peer on an uplink.
 #[repr(C)]
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
 pub struct PeerMac {
     /// The MAC.
     pub mac: [u8; 6],

@@ -4,6 +4,7 @@
 //! `source (file | Kubernetes) → DesiredState → plan (pure) → TableSet → dataplane (maps)`.
 
 pub mod agent;
+pub mod capture;
 pub mod cli;
 pub mod config;
 pub mod dataplane;

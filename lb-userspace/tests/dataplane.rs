@@ -12,8 +12,11 @@ use std::time::{Duration, Instant};
 
 use aya::EbpfLoader;
 use aya::maps::{Array, HashMap, Map, MapData};
-use aya::programs::{LinkOrder, SchedClassifier, TcAttachType, Xdp, XdpMode, tc::TcAttachOptions};
+use aya::programs::{
+    LinkOrder, Program, SchedClassifier, TcAttachType, Xdp, XdpMode, tc::TcAttachOptions,
+};
 use ironlb::dataplane::read::{FlowFilter, LinkView, Reader};
+use ironlb::dataplane::shadow::{USES, Use};
 use ironlb::dataplane::{AttachReport, AttachedMode, Dataplane, DataplaneError, Options, unload};
 use ironlb::desired::{Announce, Bypass, Mode, Refuse, UplinkSelector, UplinkSpec};
 use ironlb::interfaces::InterfaceError;
@@ -914,4 +917,52 @@ fn an_interface_without_ethernet_header_is_refused() {
         error,
         DataplaneError::Interface(InterfaceError::NotEthernet { .. })
     ));
+}
+
+/// Loads every program of the object with some maps made read-only for programs, and tells which of them the verifier refuses.
+fn refused_with_read_only(node: &Node, names: &[&str]) -> Vec<String> {
+    /// `BPF_F_RDONLY_PROG` of `linux/bpf.h`.
+    const RDONLY_PROG: u32 = 1 << 7;
+    let parsed = aya_obj::Object::parse(ironlb::OBJECT).expect("the object");
+    fs::create_dir_all(&node.bpffs).expect("a root");
+    let mut loader = EbpfLoader::new();
+    for name in names {
+        let wanted = &parsed.maps[*name];
+        let map = aya_obj::Map::new_from_params(
+            wanted.map_type(),
+            wanted.key_size(),
+            wanted.value_size(),
+            wanted.max_entries(),
+            wanted.map_flags() | RDONLY_PROG,
+        );
+        let path = node.bpffs.join(name);
+        let map = MapData::create(map, name, None).expect("a map");
+        map.pin(&path).expect("pinned");
+        loader.map_pin_path(name, path);
+    }
+    let mut object = loader.load(ironlb::OBJECT).expect("loads");
+    for name in names {
+        fs::remove_file(node.bpffs.join(name)).expect("unpinned");
+    }
+    let mut is_refused = |name: &&str| {
+        let loaded = match object.program_mut(name).expect("the program") {
+            Program::Xdp(xdp) => xdp.load(),
+            Program::SchedClassifier(tc) => tc.load(),
+            _ => unreachable!("neither XDP nor TC"),
+        };
+        loaded.is_err()
+    };
+    let refused = program::ALL.into_iter().filter(|name| is_refused(name));
+    refused.map(str::to_owned).collect()
+}
+
+#[test]
+fn what_a_trace_shares_with_the_programs_that_serve_no_program_writes() {
+    let node = Node::new("read-only");
+    let shared = USES.into_iter().filter(|(_, kind)| *kind == Use::Shared);
+    let shared: Vec<&str> = shared.map(|(name, _)| name).collect();
+    assert!(shared.contains(&map::SERVICES));
+    assert_eq!(refused_with_read_only(&node, &shared), [""; 0]);
+    // The verifier would have told: this one is written.
+    assert_eq!(refused_with_read_only(&node, &[map::YOUNG]), program::ALL);
 }

@@ -12,6 +12,7 @@ mod log_level;
 mod monitor;
 mod services;
 mod status;
+mod trace;
 mod unload;
 
 use std::fmt::Display;
@@ -53,6 +54,8 @@ Examples:
   ironlb flows --client 172.22.0.101   which pod serves this host
   ironlb flows --ended --since 12h     what became of last night's downloads
   ironlb monitor                       what happens now
+  ironlb trace --from 172.22.0.101:40000 --to 172.22.0.2:6385
+                                       what would happen to this packet
   ironlb unload                        take everything out of the kernel"
 )]
 struct Cli {
@@ -73,6 +76,7 @@ enum Command {
     Flows(flows::Arguments),
     Counters(counters::Arguments),
     Monitor(monitor::Arguments),
+    Trace(trace::Arguments),
     Doctor(doctor::Arguments),
     Unload(unload::Arguments),
     InstanceEnv(instance_env::Arguments),
@@ -115,6 +119,7 @@ pub fn main() -> ExitCode {
         Command::Flows(arguments) => flows::run(arguments, &bpffs),
         Command::Counters(arguments) => counters::run(&arguments, &bpffs),
         Command::Monitor(arguments) => monitor::run(&arguments, &bpffs),
+        Command::Trace(arguments) => trace::run(&arguments, &bpffs),
         Command::Doctor(arguments) => doctor::run(arguments, &bpffs),
         Command::Unload(arguments) => unload::run(&arguments, &bpffs),
         Command::InstanceEnv(arguments) => instance_env::run(&arguments),

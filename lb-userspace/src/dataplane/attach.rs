@@ -34,7 +34,7 @@ pub(crate) const FRAGS_SINCE: KernelVersion = KernelVersion::new(5, 18, 0);
 /// Where our clsact filter is: ahead of all that does not ask for the same.
 const CLSACT: (u16, TcHandle) = (1, TcHandle::new(0, 1));
 /// Slots as values that a loader can borrow.
-static SLOTS: [u32; MAX_UPLINKS as usize] = {
+pub(super) static SLOTS: [u32; MAX_UPLINKS as usize] = {
     let mut slots = [0; MAX_UPLINKS as usize];
     let mut at = 0;
     while at < slots.len() {
@@ -665,7 +665,10 @@ fn tcx_programs(
         .collect())
 }
 
-fn typed<'a, P>(object: &'a mut Ebpf, name: &'static str) -> Result<&'a mut P, DataplaneError>
+pub(super) fn typed<'a, P>(
+    object: &'a mut Ebpf,
+    name: &'static str,
+) -> Result<&'a mut P, DataplaneError>
 where
     &'a mut P: TryFrom<&'a mut aya::programs::Program, Error = ProgramError>,
 {
@@ -702,7 +705,7 @@ impl HasInfo for SchedClassifier {
     }
 }
 
-fn load_error(what: &'static str, error: &ProgramError) -> DataplaneError {
+pub(super) fn load_error(what: &'static str, error: &ProgramError) -> DataplaneError {
     DataplaneError::Load {
         what,
         reason: chain(error),

@@ -64,7 +64,7 @@ pub enum DataplaneError {
          start a version that can, or end them and their flows with `ironlb unload`",
         lb_common::LAYOUT_VERSION
     )]
-    OtherLayout {
+    UnknownLayout {
         /// Where it is pinned.
         path: PathBuf,
         /// Its layout.
@@ -96,6 +96,39 @@ pub enum DataplaneError {
         path: PathBuf,
         /// Its process id, where it is known.
         pid: Option<u32>,
+    },
+    /// What is pinned was made by a version with another map layout.
+    #[error(
+        "what is loaded at {path} has the map layout {}, this version reads v{}: use the `ironlb` that its agent is of, or \
+         end it with `ironlb unload` and start this version's agent",
+        others.iter().map(|other| format!("v{other}")).collect::<Vec<_>>().join(", "),
+        lb_common::LAYOUT_VERSION
+    )]
+    OtherLayout {
+        /// The pin root.
+        path: PathBuf,
+        /// The layouts that are there.
+        others: Vec<u32>,
+    },
+    /// Some maps have lost their pins.
+    #[error(
+        "maps are missing at {path} ({missing}): an agent that runs pins them again within two seconds; else start one"
+    )]
+    Incomplete {
+        /// The pin root.
+        path: PathBuf,
+        /// The maps.
+        missing: String,
+    },
+    /// The kernel did not run a program on a packet.
+    #[error("the kernel does not run `{program}` on a frame of {length} bytes: {reason}")]
+    Run {
+        /// The program.
+        program: &'static str,
+        /// Length of the frame.
+        length: usize,
+        /// Why.
+        reason: String,
     },
     /// A map operation failed.
     #[error("cannot {action} the map `{map}`: {}", chain(source))]

@@ -90,7 +90,7 @@ impl Former {
                 continue;
             }
             if !SAME.contains(&version) {
-                return Err(DataplaneError::OtherLayout { path: dir, version });
+                return Err(DataplaneError::UnknownLayout { path: dir, version });
             }
             found = Some(Self {
                 dir,

@@ -11,7 +11,9 @@ mod maps;
 mod pins;
 pub mod read;
 mod rows;
+pub mod shadow;
 pub mod told;
+pub mod trace;
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::io;
@@ -284,12 +286,7 @@ struct Wanted<'a> {
 impl Dataplane {
     /// Takes the lock, checks what is pinned and makes what is missing. Attaches nothing.
     pub fn open(options: &Options) -> Result<Self, DataplaneError> {
-        // Below Linux 5.11 maps count against this limit; where it may not be raised, making them will tell.
-        let unlimited = rustix::process::Rlimit {
-            current: None,
-            maximum: None,
-        };
-        let _ = rustix::process::setrlimit(rustix::process::Resource::Memlock, unlimited);
+        raise_memlock();
         let pins = Pins::open(&options.bpffs)?;
         let ticks = ticks_per_second();
         let former = Former::find(&options.bpffs)?;
@@ -804,6 +801,15 @@ where
     T: TryFrom<Map, Error = MapError>,
 {
     maps::pinned(&pins::layout_dir(root), name)
+}
+
+/// Below Linux 5.11 maps count against this limit; where it may not be raised, making them will tell.
+fn raise_memlock() {
+    let unlimited = rustix::process::Rlimit {
+        current: None,
+        maximum: None,
+    };
+    let _ = rustix::process::setrlimit(rustix::process::Resource::Memlock, unlimited);
 }
 
 /// `CLOCK_BOOTTIME`.

@@ -262,7 +262,7 @@ fn an_idle_connection_outlives_an_upgrade_with_its_pod(mode: Mode) {
 
     // An upgrade: the new version is another file.
     let next = scene.lab.directory().join("ironlb-next");
-    std::fs::copy(ironlb().expect("ironlb"), &next).expect("copy");
+    fs::copy(ironlb().expect("ironlb"), &next).expect("copy");
     scene.agent.stop().expect("stop");
     get(&client, VIP, API_PORT, "/").expect("it serves without an agent");
     let node = &scene.lab.nodes[0];

@@ -21,4 +21,5 @@ mod path_mtu;
 mod port;
 mod scene;
 mod serving;
+mod trace;
 mod uplinks;
