@@ -63,7 +63,9 @@ pub fn find_transport<H: Hook>(hook: &mut H, ip: &mut Ip) -> Option<()> {
     if !ip.is_v6() {
         return Some(());
     }
-    hook.pull(packet::HEADERS_V6);
+    if packet::is_extension(ip.protocol) {
+        hook.pull(packet::EXTENSION_HEADERS);
+    }
     packet::extensions(hook, ip)
 }
 
