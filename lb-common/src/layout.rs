@@ -807,10 +807,10 @@ pub struct Control {
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Pressure {
-    /// 1 while the living table has no room: SYNs without an entry are refused.
+    /// 1 when the living table had no room: SYNs without an entry are refused for a second.
     pub living_full: u32,
-    /// Zero.
-    pub pad: u32,
+    /// When that was, the lower half of `jiffies_64`.
+    pub full_at: u32,
 }
 
 /// Token bucket.

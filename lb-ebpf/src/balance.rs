@@ -24,7 +24,7 @@ use crate::{
     hook::{Hook, find_transport},
     icmp,
     maps::{
-        BACKENDS, CONTROL, DIRECT, LIVING, PODS, PRESSURE, SCRATCH, SERVICES, SHUNNED, SOURCES,
+        BACKENDS, CONTROL, DIRECT, LIVING, PODS, SCRATCH, SERVICES, SHUNNED, SOURCES,
         TICKS_PER_SECOND, UPLINK, UPLINKS, VIPS, YOUNG, count_in, keep,
     },
     neighbor, peers, refuse,
@@ -377,11 +377,7 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ver
         let _ = YOUNG.insert(key, &*flow, 0);
         return Some(peers::to(peer, Verdict::HandedOnNew));
     }
-    if syn
-        && PRESSURE
-            .get(0)
-            .is_some_and(|pressure| pressure.living_full != 0)
-    {
+    if syn && flows::table_is_full() {
         return Some(Verdict::RefusedTableFull);
     }
     let Some(client_port) = flows::free_port(key, backend) else {

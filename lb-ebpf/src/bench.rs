@@ -11,15 +11,24 @@
 
 use aya_ebpf::{
     bindings::xdp_action,
-    btf_maps::ProgramArray,
+    btf_maps::{LruHashMap, ProgramArray},
     macros::{btf_map, xdp},
     programs::XdpContext,
 };
 use core::mem::offset_of;
+use lb_common::{DEFAULT_YOUNG_FLOWS, Flow, FlowKey};
 
 /// The program to call, at 0.
 #[btf_map(name = "target")]
 static TARGET: ProgramArray<1> = ProgramArray::new();
+
+/// A table like that of young flows.
+#[btf_map(name = "lru")]
+static LRU: LruHashMap<
+    [u64; size_of::<FlowKey>() / 8],
+    [u64; size_of::<Flow>() / 8],
+    { DEFAULT_YOUNG_FLOWS as usize },
+> = LruHashMap::new();
 
 /// Words of a frame's headers that are made new: Ethernet, IPv6 and TCP without options fit.
 const WORDS: usize = 10;
@@ -82,6 +91,26 @@ fn wrap<const CLIENT: usize, const PORT: usize>(ctx: XdpContext) -> u32 {
 #[xdp(frags)]
 pub fn bench_pass(_ctx: XdpContext) -> u32 {
     xdp_action::XDP_PASS
+}
+
+/// Puts an entry for the client of an IPv4 frame into a table, and no more: what of a new flow is the kernel's.
+#[xdp(frags)]
+pub fn bench_insert(ctx: XdpContext) -> u32 {
+    const ENDS: usize = 14 + 12;
+    let start = ctx.data();
+    if start + ENDS + 12 > ctx.data_end() {
+        return xdp_action::XDP_ABORTED;
+    }
+    let mut key = [0; size_of::<FlowKey>() / 8];
+    // SAFETY: the bounds were checked; offsets of frames are even, hence unaligned accesses.
+    unsafe {
+        key[0] = ((start + ENDS) as *const u64).read_unaligned();
+        key[1] = u64::from(((start + ENDS + 8) as *const u32).read_unaligned());
+    }
+    match LRU.insert(key, [0; size_of::<Flow>() / 8], 0) {
+        Ok(()) => xdp_action::XDP_PASS,
+        Err(_) => xdp_action::XDP_ABORTED,
+    }
 }
 
 #[cfg(target_arch = "bpf")]

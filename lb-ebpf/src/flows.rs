@@ -150,7 +150,7 @@ pub extern "C" fn ironlb_end() -> u32 {
         let _ = LIVING_REPLY.remove(reply);
     }
     if let Some(pressure) = PRESSURE.get_ptr_mut(0) {
-        // SAFETY: one word; a lost race is repaired by the next removal.
+        // SAFETY: one word; a lost race is repaired by time.
         unsafe {
             if (*pressure).living_full != 0 {
                 (*pressure).living_full = 0;
@@ -200,6 +200,29 @@ pub fn promote(key: &FlowKey, young: &Flow) -> bool {
         }
         Err(error) => error != -E2BIG,
     }
+}
+
+/// Notes that the living table had no room.
+#[inline(always)]
+pub fn note_full() {
+    if let Some(pressure) = PRESSURE.get_ptr_mut(0) {
+        // SAFETY: words of the map's value; a helper without arguments.
+        unsafe {
+            (*pressure).full_at = bpf_jiffies64() as u32;
+            (*pressure).living_full = 1;
+        }
+    }
+}
+
+/// Whether the living table had no room a moment ago. Another processor may have made room just before that was noted:
+/// then no removal would follow that clears the note, so it is believed for a second only.
+#[inline(always)]
+pub fn table_is_full() -> bool {
+    PRESSURE.get(0).is_some_and(|pressure| {
+        // SAFETY: a helper without arguments.
+        let now = unsafe { bpf_jiffies64() } as u32;
+        pressure.living_full != 0 && now.wrapping_sub(pressure.full_at) <= TICKS_PER_SECOND.load()
+    })
 }
 
 /// Whether any VIP port leads to this pod port.

@@ -18,8 +18,8 @@ use crate::{
     hook::{Hook, Tc, find_transport},
     icmp,
     maps::{
-        CONTROL, DIRECT, LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, SERVICES, SHUNNED,
-        TICKS_PER_SECOND, UPLINK, UPLINKS, YOUNG, count_out, keep,
+        CONTROL, DIRECT, LIVING, LIVING_REPLY, POD_PORTS, SERVICES, SHUNNED, TICKS_PER_SECOND,
+        UPLINK, UPLINKS, YOUNG, count_out, keep,
     },
     peers,
 };
@@ -239,6 +239,11 @@ fn grow(forward: &FlowKey, flow: &mut Flow, flags: u8) -> bool {
         flow.state = FLOW_CLOSING;
         return true;
     }
+    if flow.state & FLOW_MISS != 0 && flow.client_fin != 0 {
+        // A FIN that was sent again after its flow had been forgotten: what answers is the pod's TIME_WAIT, which nothing
+        // follows that would end a living flow.
+        return true;
+    }
     if flows::promote(forward, flow) {
         if flags & TCP_FIN != 0
             && let Some(living) = LIVING.get_ptr_mut(forward)
@@ -249,10 +254,7 @@ fn grow(forward: &FlowKey, flow: &mut Flow, flags: u8) -> bool {
         return true;
     }
     flow.state |= FLOW_REFUSED;
-    if let Some(pressure) = PRESSURE.get_ptr_mut(0) {
-        // SAFETY: one word, cleared by any removal.
-        unsafe { (*pressure).living_full = 1 };
-    }
+    flows::note_full();
     false
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, bail};
 use clap::ValueEnum;
 use humantime::format_rfc3339_millis;
 use lb_common::events::{
@@ -20,8 +20,7 @@ use lb_common::packet::{
     self, ArpPacket, Ip, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, UdpHeader, ethertype, protocol,
 };
 use lb_common::{Addr, ServiceKey, Verdict, field};
-use pcap_file::pcap::{PcapHeader, PcapPacket, PcapWriter};
-use pcap_file::{DataLink, PcapError};
+use pcap_parser::{LegacyPcapBlock, Linktype, PcapHeader, ToVec as _};
 use serde::Serialize;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::{Instant, interval, sleep_until};
@@ -545,7 +544,7 @@ impl Arguments {
 struct Sink {
     lines: Option<Output>,
     /// Not buffered, so that a Ctrl-C loses nothing: the rate is limited.
-    pcap: Option<PcapWriter<Box<dyn Write>>>,
+    pcap: Option<Box<dyn Write>>,
 }
 
 impl Sink {
@@ -558,7 +557,7 @@ impl Sink {
             });
         };
         let is_stdout = path.as_os_str() == "-";
-        let file: Box<dyn Write> = match is_stdout {
+        let mut file: Box<dyn Write> = match is_stdout {
             true => Box::new(io::stdout()),
             false => {
                 let file = File::create(path);
@@ -567,14 +566,14 @@ impl Sink {
         };
         let header = PcapHeader {
             snaplen: CAPTURE as u32,
-            datalink: DataLink::ETHERNET,
-            ..PcapHeader::default()
+            network: Linktype::ETHERNET,
+            ..PcapHeader::new()
         };
-        let writer = PcapWriter::with_header(file, header)
-            .map_err(|error| anyhow!("cannot write {}: {error}", path.display()))?;
+        write_block(&mut file, header.to_vec_raw())
+            .with_context(|| format!("cannot write {}", path.display()))?;
         Ok(Self {
             lines: (!is_stdout).then_some(output),
-            pcap: Some(writer),
+            pcap: Some(file),
         })
     }
 
@@ -593,15 +592,28 @@ impl Sink {
         if let (Some(pcap), true) = (&mut self.pcap, has_frame) {
             let time = wall_time(event.flow.at).duration_since(SystemTime::UNIX_EPOCH);
             let frame = captured(event);
-            let length = event.length.max(frame.len() as u32);
-            let packet = PcapPacket::new(time.unwrap_or_default(), length, frame);
-            pcap.write_packet(&packet).map_err(|error| match error {
-                PcapError::IoError(error) => error,
-                other => io::Error::other(other.to_string()),
-            })?;
+            let time = time.unwrap_or_default();
+            let packet = LegacyPcapBlock {
+                ts_sec: time.as_secs() as u32,
+                ts_usec: time.subsec_micros(),
+                caplen: frame.len() as u32,
+                origlen: event.length.max(frame.len() as u32),
+                data: frame,
+            };
+            write_block(pcap, packet.to_vec_raw())?;
         }
         Ok(())
     }
+}
+
+/// Writes a part of a capture whole, so that whoever reads along has it.
+fn write_block<E: std::fmt::Debug>(
+    to: &mut dyn Write,
+    block: Result<Vec<u8>, E>,
+) -> io::Result<()> {
+    let block = block.map_err(|error| io::Error::other(format!("{error:?}")))?;
+    to.write_all(&block)?;
+    to.flush()
 }
 
 /// Why it ends.

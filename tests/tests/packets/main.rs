@@ -818,6 +818,25 @@ fn neither_syns_nor_blind_acks_reach_the_living_table() {
 }
 
 #[test]
+fn a_fin_that_comes_again_after_all_is_forgotten_makes_no_living_flow() {
+    for name in FORWARD {
+        let mut engine = engine();
+        let fin = to_vip(API, TCP_FIN | TCP_ACK);
+        let there = run(&mut engine, name, &fin, Verdict::ForwardedMiss);
+        let pod = ends(&there.frame).1;
+        let ack = tcp(pod, (CLIENT, PORT), TCP_ACK, b"");
+        run(&mut engine, program::EGRESS, &ack, Verdict::RepliedYoung);
+        assert!(living(&mut engine, API).is_none());
+        // Anything else in mid-flow does.
+        let ack = to_vip(IMAGES, TCP_ACK);
+        let there = run(&mut engine, name, &ack, Verdict::ForwardedMiss);
+        let data = tcp(ends(&there.frame).1, (CLIENT, PORT), TCP_ACK, b"x");
+        run(&mut engine, program::EGRESS, &data, Verdict::RepliedYoung);
+        assert!(living(&mut engine, IMAGES).is_some());
+    }
+}
+
+#[test]
 fn a_full_living_table_refuses_new_flows_and_keeps_the_old() {
     let mut engine = engine_with(1);
     establish(&mut engine, program::XDP, API);
@@ -850,6 +869,17 @@ fn a_full_living_table_refuses_new_flows_and_keeps_the_old() {
         &to_vip(API, TCP_ACK),
         Verdict::Forwarded,
     );
+    // Whether it is full still is tried once a second: the end that made room may have been before it was noted.
+    sleep(Duration::from_millis(1100));
+    let fourth = |flags| tcp((CLIENT, PORT + 3), (VIP, API), flags, b"");
+    let syn = fourth(TCP_SYN);
+    let there = run(&mut engine, program::XDP, &syn, Verdict::ForwardedNew);
+    let data = tcp(ends(&there.frame).1, (CLIENT, PORT + 3), TCP_ACK, b"x");
+    let egress = program::EGRESS;
+    run(&mut engine, egress, &data, Verdict::DroppedTableFull);
+    let ack = fourth(TCP_ACK);
+    run(&mut engine, program::XDP, &ack, Verdict::RefusedTableFull);
+    run(&mut engine, program::XDP, &third, Verdict::RefusedTableFull);
     // Room again.
     run(
         &mut engine,

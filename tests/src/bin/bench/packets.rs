@@ -71,6 +71,9 @@ enum Carries {
     Udp,
 }
 
+/// Which of them is a new flow's SYN over IPv4.
+const NEW_FLOW: usize = 1;
+
 const KINDS: [Kind; 6] = [
     Kind {
         name: "established_v4",
@@ -178,6 +181,18 @@ fn on_this_processor(rounds: u32) -> Result<(Value, Value)> {
                 .map_or(String::new(), |goal| judge(cost <= goal).to_owned()),
         ]);
     }
+    let insert = bench.insert.try_clone()?;
+    let buffer = KINDS[NEW_FLOW].buffer()?;
+    bench.run("bench_wrap", &insert, &buffer)?;
+    let mut costs = Vec::new();
+    for _ in 0..rounds {
+        let trivial = bench.run_trivial("bench_wrap", &buffer)?;
+        costs.push(bench.run("bench_wrap", &insert, &buffer)? - trivial);
+    }
+    let cost = median(costs);
+    json.insert("lru_insert".to_owned(), json!(cost));
+    let what = "an insert into a full LRU by itself, one of which is in each new flow";
+    table.add_row([what, &format!("{cost:.0}")]);
     println!("{table}\n");
     let instructions = instructions(&mut engine)?;
     Ok((Value::Object(json), instructions))
@@ -309,6 +324,8 @@ struct Bench {
     ebpf: Ebpf,
     target: ProgramArray<aya::maps::MapData>,
     trivial: ProgramFd,
+    /// Puts an entry into an LRU.
+    insert: ProgramFd,
 }
 
 impl Bench {
@@ -316,17 +333,19 @@ impl Bench {
         let mut ebpf = EbpfLoader::new()
             .load(ironlb::BENCH_OBJECT)
             .context("load the bench's object")?;
-        for name in ["bench_wrap", "bench_wrap6", "bench_pass"] {
+        for name in ["bench_wrap", "bench_wrap6", "bench_pass", "bench_insert"] {
             xdp(&mut ebpf, name)?
                 .load()
                 .with_context(|| format!("load {name}"))?;
         }
         let trivial = xdp(&mut ebpf, "bench_pass")?.fd()?.try_clone()?;
+        let insert = xdp(&mut ebpf, "bench_insert")?.fd()?.try_clone()?;
         let target = ebpf.take_map("target").context("no map `target`")?;
         Ok(Self {
             target: ProgramArray::try_from(target)?,
             ebpf,
             trivial,
+            insert,
         })
     }
 
