@@ -196,7 +196,11 @@ fn a_small_table_loses_no_living_flow_however_many_come(mode: Mode) {
     assert!(by_name >= failed, "{failed} failed, {by_name} by name");
     let report = storm(1000);
     let why = report.first_failure.as_deref().unwrap_or_default();
-    assert!(why.contains("refused"), "{report:?}");
+    // One a second is let in, to see whether it is full still, and reset.
+    assert!(
+        why.contains("refused") || why.contains("reset"),
+        "{report:?}"
+    );
     let by_name = refused() - by_name;
     assert!(by_name >= u64::from(report.failed), "{by_name}: {report:?}");
 
