@@ -1,7 +1,7 @@
 //! What the programs tell of single flows and packets as it happens.
 //!
-//! Two ring buffers, because a ring buffer has one reader's position: [`map::ENDINGS`] for the agent, always written, and
-//! [`map::EVENTS`] for `ironlb monitor`, written only before the deadline in [`map::WATCH`]. Their records are `#[repr(C)]`
+//! Two ring buffers, because a ring buffer has one reader's position: [`ENDINGS`](crate::map::ENDINGS) for the agent, always written, and
+//! [`EVENTS`](crate::map::EVENTS) for `ironlb monitor`, written only before the deadline in [`WATCH`](crate::map::WATCH). Their records are `#[repr(C)]`
 //! like all of [`layout`](crate::layout), and belong to its version.
 
 use core::mem::{offset_of, size_of};
