@@ -8,8 +8,8 @@
 
 use core::mem::{offset_of, size_of};
 
-/// Version of everything in this module; part of the pin path (`…/v5/`).
-pub const LAYOUT_VERSION: u32 = 5;
+/// Version of everything in this module; part of the pin path (`…/v6/`).
+pub const LAYOUT_VERSION: u32 = 6;
 
 /// How many uplinks (attachments) one agent manages at most.
 pub const MAX_UPLINKS: u32 = 16;
@@ -99,8 +99,16 @@ pub mod map {
     pub const SOURCES: &str = "sources";
     /// When a backend's RST to a SYN was last kept from a client, in `jiffies_64`, by index; written by the programs alone.
     pub const SHUNNED: &str = "shunned";
+    /// Flows that have ended, a ring for the agent: [`Ending`](crate::events::Ending).
+    pub const ENDINGS: &str = "endings";
+    /// What a monitor is told, a ring: [`Event`](crate::events::Event).
+    pub const EVENTS: &str = "events";
+    /// [`Watch`](crate::events::Watch) at 0, written by the monitor.
+    pub const WATCH: &str = "watch";
+    /// [`Telling`](crate::events::Telling) at 0, per CPU, written by the programs alone.
+    pub const TELLING: &str = "telling";
     /// All of them.
-    pub const ALL: [&str; 27] = [
+    pub const ALL: [&str; 31] = [
         UPLINKS,
         VIPS,
         SERVICES,
@@ -128,6 +136,10 @@ pub mod map {
         ANNOUNCERS,
         SOURCES,
         SHUNNED,
+        ENDINGS,
+        EVENTS,
+        WATCH,
+        TELLING,
     ];
 }
 
@@ -656,7 +668,7 @@ pub const fn peer_link(peer: u32, uplink: u32) -> u32 {
 
 /// The MAC of a peer on an uplink.
 #[repr(C)]
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
 pub struct PeerMac {
     /// The MAC.
     pub mac: [u8; 6],

@@ -185,13 +185,16 @@ pub const PROBE_SOURCE: [u8; 4] = [192, 0, 2, 1];
 /// The same for a VIP of IPv6, `2001:db8::1` (RFC 3849).
 pub const PROBE_SOURCE_V6: [u8; 16] = [0x20, 1, 0xd, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];
 
-/// Bytes that a frame must have for the engine to look at TCP over IPv4, or at an IPv6 header.
+/// Bytes at the beginning of a frame within which an IP header lies, behind two tags, or TCP over IPv4 without options and
+/// tags.
 pub const HEADERS: usize =
-    size_of::<EthernetHeader>() + size_of::<Ipv4Header>() + size_of::<TcpHeader>();
+    size_of::<EthernetHeader>() + 2 * size_of::<VlanTag>() + size_of::<Ipv6Header>();
+const _: () = assert!(
+    HEADERS >= size_of::<EthernetHeader>() + size_of::<Ipv4Header>() + size_of::<TcpHeader>()
+);
 
-/// The same for TCP over IPv6 without extension headers.
-pub const HEADERS_V6: usize =
-    size_of::<EthernetHeader>() + size_of::<Ipv6Header>() + size_of::<TcpHeader>();
+/// Bytes within which the extension headers of IPv6 are looked for: together they may have 450, far more than anybody sends.
+pub const EXTENSION_HEADERS: usize = 512;
 
 /// EtherTypes, host order (IEEE 802 numbers, IANA).
 pub mod ethertype {
@@ -483,18 +486,26 @@ pub fn ipv6(frame: &impl Frame, offset: usize) -> Option<Ip> {
     })
 }
 
+/// Whether an IPv6 header is followed by one of the extension headers that [`extensions`] looks behind.
+#[inline(always)]
+pub fn is_extension(next_header: u8) -> bool {
+    matches!(
+        next_header,
+        protocol::HOP_BY_HOP
+            | protocol::ROUTING
+            | protocol::FRAGMENT
+            | protocol::DESTINATION_OPTIONS
+    )
+}
+
 /// Looks behind the extension headers of an IPv6 packet; `None` when the frame ends within them.
 #[inline(always)]
 pub fn extensions(frame: &impl Frame, ip: &mut Ip) -> Option<()> {
     for _ in 0..MAX_EXTENSIONS {
-        let is_fragment = ip.protocol == protocol::FRAGMENT;
-        if !is_fragment
-            && ip.protocol != protocol::HOP_BY_HOP
-            && ip.protocol != protocol::ROUTING
-            && ip.protocol != protocol::DESTINATION_OPTIONS
-        {
+        if !is_extension(ip.protocol) {
             return Some(());
         }
+        let is_fragment = ip.protocol == protocol::FRAGMENT;
         let header = frame.at::<Extension>(ip.transport())?;
         let is_routed = ip.protocol == protocol::ROUTING
             && u16::from_be(field!(header, fragment)) & SEGMENTS_LEFT != 0;
@@ -705,6 +716,10 @@ pub fn quoted(frame: &impl Frame, ip: &Ip) -> Option<Quoted> {
     }
     // An error goes to whom the packet came from.
     if inner.source != ip.destination {
+        return None;
+    }
+    // Behind the packet a short frame has padding.
+    if ip.transport_length() as usize + ip.transport() < inner.transport() + size_of::<[u16; 2]>() {
         return None;
     }
     let ports = frame.at::<[u16; 2]>(inner.transport())?;

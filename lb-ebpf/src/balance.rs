@@ -11,6 +11,7 @@ use lb_common::{
     FlowKey, MAX_PASS, POD_HOST, SHUN, ServiceKey, Source, UPLINK_BYPASS_DROP, Uplink,
     VIP_EXTERNAL, Verdict, Vip, backend_generation, backend_index,
     choice::{self, NOBODY},
+    events::{BY_CLIENT_RESET, BY_GONE, BY_POD_FIN},
     field,
     packet::{
         self, Change, EthernetHeader, Ip, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Tcp, TcpHeader,
@@ -175,7 +176,7 @@ fn living<H: Hook>(
     flow: &mut Flow,
 ) -> Option<Verdict> {
     if alive(flow.backend).is_none() {
-        flows::remove_living(key, flow);
+        flows::remove_living(key, flow, BY_GONE);
         let _ = YOUNG.remove(key);
         peers::note_handed_on(hook, ip);
         return gone(tcp);
@@ -190,10 +191,14 @@ fn living<H: Hook>(
     if tcp.flags & TCP_FIN != 0 {
         flow.client_fin = 1;
     }
-    if tcp.flags & TCP_RST != 0 {
-        flows::close(key, flow, FLOW_CLOSING | FLOW_CLAIMED);
-    } else if flow.client_fin & flow.pod_fin != 0 {
-        flows::close(key, flow, FLOW_CLOSING);
+    if tcp.flags & TCP_RST != 0 || flow.client_fin & flow.pod_fin != 0 {
+        // The reply path would have ended it by FIN, had the client's been the first.
+        let (state, by) = if tcp.flags & TCP_RST != 0 {
+            (FLOW_CLOSING | FLOW_CLAIMED, BY_CLIENT_RESET)
+        } else {
+            (FLOW_CLOSING, BY_POD_FIN)
+        };
+        flows::close(key, flow, state, by);
     }
     Some(rewritten(hook, ip, &change, Verdict::Forwarded))
 }

@@ -9,8 +9,9 @@ use lb_common::{
     ServiceKey,
 };
 
+use crate::events;
 use crate::maps::{
-    LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, SCRATCH, TICKS_PER_SECOND, UPLINK, YOUNG,
+    LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, SCRATCH, TICKS_PER_SECOND, UPLINK, YOUNG, copy_words,
 };
 
 /// Seconds that a young entry guards its client port: as long as a pod may retry a SYN-ACK.
@@ -75,16 +76,78 @@ pub fn reply_entry(key: &FlowKey, flow: &Flow) -> Flow {
     }
 }
 
-/// Removes both entries of a living flow.
+/// Removes both entries of a living flow, which ends by somebody (`BY_*`).
 #[inline(always)]
-pub fn remove_living(key: &FlowKey, flow: &Flow) {
-    let reply = reply_key(key, flow);
-    let _ = LIVING_REPLY.remove(&reply);
-    let _ = LIVING.remove(key);
+pub fn remove_living(key: &FlowKey, flow: &Flow, by: u8) {
+    end(key, flow, by, false);
+}
+
+/// Ends a living flow: its entry in the young table, which guards the client port, comes to light again.
+#[inline(always)]
+pub fn close(key: &FlowKey, flow: &Flow, state: u8, by: u8) {
+    if let Some(closing) = kept(flow) {
+        closing.state = state;
+        // SAFETY: a helper without arguments.
+        closing.last_seen = unsafe { bpf_jiffies64() };
+        end(key, closing, by, true);
+    }
+}
+
+/// A copy of an entry that is not on the stack.
+#[inline(always)]
+fn kept(flow: &Flow) -> Option<&'static mut Flow> {
+    let scratch = SCRATCH.get_ptr_mut(0)?;
+    // SAFETY: a slot of this CPU's own; nothing else in this run refers to it.
+    unsafe {
+        copy_words(&raw mut (*scratch).flow, flow);
+        Some(&mut (*scratch).flow)
+    }
+}
+
+#[inline(always)]
+fn end(key: &FlowKey, flow: &Flow, by: u8, closes: bool) {
+    events::keep_facts(key, flow, by);
+    if let Some(scratch) = SCRATCH.get_ptr_mut(0) {
+        // SAFETY: a slot of this CPU's own.
+        unsafe {
+            (*scratch).reply_key = reply_key(key, flow);
+            (*scratch).closes = u64::from(closes);
+        }
+        ironlb_end();
+    }
+}
+
+/// Ends the living flow whose facts are in [`SCRATCH`]. A global function: the verifier walks it once for itself, not on
+/// every way that leads here. Its stack is what the engine leaves of 512 bytes.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn ironlb_end() -> u32 {
+    let Some(scratch) = SCRATCH.get_ptr_mut(0) else {
+        return 0;
+    };
+    // SAFETY: a slot of this CPU's own.
+    let scratch = unsafe { &mut *scratch };
+    let key = &scratch.event.flow.key;
+    if scratch.closes != 0 {
+        match YOUNG.get_ptr_mut(key) {
+            // An insert into a full LRU costs as much as all the rest of a short flow together.
+            // SAFETY: the value is this map's; only this flow's packets write it.
+            Some(young) => unsafe { copy_words(young, &raw const scratch.flow) },
+            // A long flow's has been given away.
+            None => drop(YOUNG.insert(key, &scratch.flow, 0)),
+        }
+    }
+    let reply = &scratch.reply_key;
+    // SAFETY: read only, copied out.
+    let bytes = unsafe { LIVING_REPLY.get(reply) }.map_or(0, |entry| entry.bytes);
+    scratch.event.flow.bytes_out = bytes;
+    let _ = LIVING_REPLY.remove(reply);
+    // Of two processors that end it at once, one does.
+    let removed = LIVING.remove(&scratch.event.flow.key).is_ok();
     // Another processor may have found the forward entry in between and restored the reply entry. A look is
     // cheaper than a removal, which takes the bucket's lock.
-    if LIVING_REPLY.get_ptr(&reply).is_some() {
-        let _ = LIVING_REPLY.remove(&reply);
+    if LIVING_REPLY.get_ptr(reply).is_some() {
+        let _ = LIVING_REPLY.remove(reply);
     }
     if let Some(pressure) = PRESSURE.get_ptr_mut(0) {
         // SAFETY: one word; a lost race is repaired by the next removal.
@@ -94,28 +157,10 @@ pub fn remove_living(key: &FlowKey, flow: &Flow) {
             }
         }
     }
-}
-
-/// Ends a living flow: its entry in the young table, which guards the client port, comes to light again.
-#[inline(always)]
-pub fn close(key: &FlowKey, flow: &Flow, state: u8) {
-    let Some(scratch) = SCRATCH.get_ptr_mut(0) else {
-        return;
-    };
-    // SAFETY: a slot of this CPU's own, and a packet begins or closes one flow.
-    let closing = unsafe { &mut (*scratch).flow };
-    *closing = *flow;
-    closing.state = state;
-    // SAFETY: a helper without arguments.
-    closing.last_seen = unsafe { bpf_jiffies64() };
-    match YOUNG.get_ptr_mut(key) {
-        // An insert into a full LRU costs as much as all the rest of a short flow together.
-        // SAFETY: the value is this map's; only this flow's packets write it.
-        Some(young) => unsafe { *young = *closing },
-        // A long flow's has been given away.
-        None => drop(YOUNG.insert(key, &*closing, 0)),
+    if removed {
+        events::ended(&mut scratch.event);
     }
-    remove_living(key, closing);
+    0
 }
 
 /// Makes a young flow living. False when the living table has no room.
@@ -126,18 +171,24 @@ pub fn close(key: &FlowKey, flow: &Flow, state: u8) {
 /// young entry first and then, if it is there, in the living one, so it is in one of them at the end.
 #[inline(always)]
 pub fn promote(key: &FlowKey, young: &Flow) -> bool {
-    let mut living = *young;
+    let (Some(living), Some(scratch)) = (kept(young), SCRATCH.get_ptr_mut(0)) else {
+        return true;
+    };
     living.state = 0;
-    let reply = reply_key(key, &living);
-    let mut inserted = LIVING_REPLY.insert(&reply, &reply_entry(key, &living), NOEXIST);
+    let reply = reply_key(key, living);
+    // SAFETY: a slot of this CPU's own.
+    let entry = unsafe { &mut (*scratch).reply };
+    *entry = reply_entry(key, living);
+    let mut inserted = LIVING_REPLY.insert(&reply, &*entry, NOEXIST);
     if inserted.is_ok() {
-        inserted = LIVING.insert(key, &living, NOEXIST);
+        inserted = LIVING.insert(key, &*living, NOEXIST);
         if inserted.is_err() {
             let _ = LIVING_REPLY.remove(&reply);
         }
     }
     match inserted {
         Ok(()) => {
+            events::living(key, living);
             if let Some(living) = LIVING.get_ptr_mut(key) {
                 // SAFETY: bytes of this map's value.
                 unsafe {
@@ -277,8 +328,14 @@ pub fn way(
 /// Keeps what a translated flow's replies are found by, while it is young.
 #[inline(always)]
 pub fn keep_translated(key: &FlowKey, flow: &Flow) {
-    let reply = reply_key(key, flow);
-    if YOUNG.get_ptr(&reply).is_none() {
-        let _ = YOUNG.insert(&reply, &reply_entry(key, flow), 0);
+    let Some(scratch) = SCRATCH.get_ptr_mut(0) else {
+        return;
+    };
+    // SAFETY: a slot of this CPU's own. Not on the stack: it is full.
+    let scratch = unsafe { &mut *scratch };
+    scratch.reply_key = reply_key(key, flow);
+    if YOUNG.get_ptr(&scratch.reply_key).is_none() {
+        scratch.reply = reply_entry(key, flow);
+        let _ = YOUNG.insert(&scratch.reply_key, &scratch.reply, 0);
     }
 }

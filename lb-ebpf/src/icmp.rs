@@ -229,7 +229,9 @@ pub fn echo<H: Hook>(hook: &mut H, ip: &Ip, vip: &Vip) -> Option<Verdict> {
     let ethernet = hook.at::<EthernetHeader>(0)?;
     let macs = [field!(ethernet, source), field!(ethernet, destination)];
     let head = [u16::from_ne_bytes([answers, code]), mended];
-    if !ip.is_v6() {
+    if ip.is_v6() {
+        hook.store(ip.network() + offset_of!(Ipv6Header, hop_limit), &TTL)?;
+    } else {
         let fresh = hook.at::<Ipv4Header>(ip.network())?;
         let (ttl, protocol) = (field!(fresh, ttl), field!(fresh, protocol));
         let (old, new) = (

@@ -12,6 +12,7 @@
 #![no_main]
 
 mod balance;
+mod events;
 mod flows;
 mod hook;
 mod icmp;
@@ -55,8 +56,10 @@ pub fn ironlb_xdp_sb(ctx: XdpContext) -> u32 {
 
 #[inline(always)]
 fn at_xdp(ctx: XdpContext) -> u32 {
-    let verdict = balance::forward(&mut Xdp::new(ctx));
+    let mut hook = Xdp::new(ctx);
+    let verdict = balance::forward(&mut hook);
     count(verdict);
+    events::tell(&hook, verdict);
     match verdict.action() {
         Action::Pass => xdp_action::XDP_PASS,
         Action::Transmit => transmit(),
@@ -80,8 +83,10 @@ fn transmit() -> u32 {
 #[classifier]
 #[inline(always)]
 pub fn ironlb_ingress(ctx: TcContext) -> i32 {
-    let verdict = balance::forward(&mut Tc::new(&ctx));
+    let mut hook = Tc::new(&ctx);
+    let verdict = balance::forward(&mut hook);
     count(verdict);
+    events::tell(&hook, verdict);
     match verdict.action() {
         // TCX_NEXT has the same number: whatever is attached behind us sees the packet too.
         Action::Pass => TC_ACT_UNSPEC,
@@ -92,10 +97,12 @@ pub fn ironlb_ingress(ctx: TcContext) -> i32 {
 
 /// The reply path.
 #[classifier]
+#[inline(always)]
 pub fn ironlb_egress(ctx: TcContext) -> i32 {
     let mut hook = Tc::new(&ctx);
     let verdict = reply::reply(&mut hook);
     count(verdict);
+    events::tell(&hook, verdict);
     match verdict.action() {
         Action::Pass => TC_ACT_UNSPEC,
         Action::Redirect if hook.by_neighbor => by_neighbor(hook.out, &hook.next_hop),

@@ -2,7 +2,7 @@
 
 use aya_ebpf::{
     Global,
-    btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray},
+    btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf},
     macros::btf_map,
 };
 use lb_common::{
@@ -11,6 +11,7 @@ use lb_common::{
     MAX_PEERS, MAX_PORTS, MAX_SOURCE_RANGES, MAX_UPLINKS, MAX_VIPS, Peer, PeerInfo, PeerMac, Pod,
     PodPort, PortInfo, Pressure, Reflection, Service, ServiceKey, Source, Traffic, Uplink, Verdict,
     Vip,
+    events::{ENDINGS_RING, EVENTS_RING, Ending, Event, Telling, Watch},
     packet::{Ip, Tcp},
     verdict::MAX_VERDICTS,
 };
@@ -84,6 +85,14 @@ maps! {
     SOURCES, "sources": LpmTrie<Source, u32, { 2 * MAX_SOURCE_RANGES as usize }>;
     /// See [`lb_common::map::SHUNNED`].
     SHUNNED, "shunned": Array<u64, { MAX_BACKENDS as usize }>;
+    /// See [`lb_common::map::ENDINGS`]. None of them: a ring has no size of a value, and libbpf insists that both agree.
+    ENDINGS, "endings": RingBuf<[Ending; 0], { ENDINGS_RING as usize }>;
+    /// See [`lb_common::map::EVENTS`].
+    EVENTS, "events": RingBuf<[Event; 0], { EVENTS_RING as usize }>;
+    /// See [`lb_common::map::WATCH`].
+    WATCH, "watch": Array<Watch, 1>;
+    /// See [`lb_common::map::TELLING`].
+    TELLING, "telling": PerCpuArray<Telling, 1>;
     /// What one run of a program keeps outside its stack.
     SCRATCH, "scratch": PerCpuArray<Scratch, 1>;
 }
@@ -136,8 +145,48 @@ pub struct Scratch {
     pub tcp: Tcp,
     /// The key of its flow.
     pub key: FlowKey,
-    /// The entry of the flow that it begins or closes: too large for the stack.
+    /// The entry of the flow that it begins, moves or closes: too large for the stack.
     pub flow: Flow,
+    /// The reply entry of `flow`.
+    pub reply: Flow,
+    /// Its key.
+    pub reply_key: FlowKey,
+    /// 1 where a flow that ends becomes a closing one.
+    pub closes: u64,
+    /// What is told of it: too large for the stack.
+    pub event: Event,
+}
+
+/// Copies a value of whole words. The compiler would call `memmove`, a loop over bytes: it costs time, the verifier walks every
+/// turn, and old kernels count 32 bytes of stack for a call within a global function, which are not there.
+///
+/// # Safety
+/// Both are valid for a `T`, whose size and alignment are multiples of four.
+#[inline(always)]
+pub unsafe fn copy_words<T>(to: *mut T, from: *const T) {
+    const { assert!(size_of::<T>().is_multiple_of(4) && align_of::<T>().is_multiple_of(4)) };
+    let (to, from) = (to.cast::<u32>(), from.cast::<u32>());
+    let mut at = 0;
+    while at < size_of::<T>() / 4 {
+        // SAFETY: the caller's. Volatile, or this would become the call again.
+        unsafe { to.add(at).write(from.add(at).read_volatile()) };
+        at += 1;
+    }
+}
+
+/// Zeroes a value of whole words, as [`copy_words`] copies it.
+///
+/// # Safety
+/// It is valid for a `T` that may be zero, whose size and alignment are multiples of four.
+#[inline(always)]
+pub unsafe fn zero_words<T>(value: *mut T) {
+    const { assert!(size_of::<T>().is_multiple_of(4) && align_of::<T>().is_multiple_of(4)) };
+    let mut at = 0;
+    while at < size_of::<T>() / 4 {
+        // SAFETY: the caller's.
+        unsafe { value.cast::<u32>().add(at).write_volatile(0) };
+        at += 1;
+    }
 }
 
 /// Keeps a packet in [`SCRATCH`] and gives it back from there.

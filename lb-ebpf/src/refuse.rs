@@ -2,12 +2,13 @@
 
 use aya_ebpf::helpers::bpf_jiffies64;
 use lb_common::{
-    VIP_REFUSE_DROP, Verdict, field,
+    Bucket, VIP_REFUSE_DROP, Verdict, field,
     packet::{self, EthernetHeader, Ip, Reset, Reset6, TCP_RST, Tcp},
 };
 
 use crate::{
     balance::vip,
+    events,
     hook::Hook,
     maps::{BUCKET, CONTROL, Route, SCRATCH, TICKS_PER_SECOND, UPLINK, UPLINKS},
     peers,
@@ -32,6 +33,7 @@ pub fn refuse<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, verdict: Verdict) -> Ve
     if !take_token() {
         return Verdict::DroppedRateLimited;
     }
+    events::refusal(hook, verdict);
     match answer(hook, ip) {
         Some(()) => verdict,
         None => Verdict::DroppedRewrite,
@@ -98,17 +100,22 @@ fn neighbor<H: Hook>(hook: &mut H, ip: &Ip) -> Option<[u8; 6]> {
     Some(unsafe { (*route).mac })
 }
 
-/// Takes a token of this CPU's bucket, which holds one second's worth.
+/// Takes a token of this CPU's bucket for refusals.
 #[inline(always)]
 fn take_token() -> bool {
     let (Some(bucket), Some(control)) = (BUCKET.get_ptr_mut(0), CONTROL.get(0)) else {
         return false;
     };
     // SAFETY: a slot of this CPU's own.
-    let bucket = unsafe { &mut *bucket };
+    take_from(unsafe { &mut *bucket }, control.refusals_per_second)
+}
+
+/// Takes a token of a bucket, which holds one second's worth.
+#[inline(always)]
+pub fn take_from(bucket: &mut Bucket, per_second: u32) -> bool {
     // SAFETY: a helper without arguments.
     let now = unsafe { bpf_jiffies64() };
-    let rate = u64::from(control.refusals_per_second);
+    let rate = u64::from(per_second);
     let cost = u64::from(TICKS_PER_SECOND.load());
     let full = rate * cost;
     let passed = now.wrapping_sub(bucket.refilled);

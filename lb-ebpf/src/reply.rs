@@ -5,6 +5,7 @@ use lb_common::{
     Addr, FLOW_ANSWERED, FLOW_CLAIMED, FLOW_CLOSING, FLOW_HANDED_ON, FLOW_MISS, FLOW_REFUSED,
     FLOW_SPARED, Flow, FlowKey, MAX_VIP_PORTS_PER_POD_PORT, POD_HOST, SERVICE_INSTANCE, ServiceKey,
     UPLINK_FORWARD, Uplink, Verdict, backend_index,
+    events::{BY_CLIENT_FIN, BY_POD_RESET},
     packet::{
         self, Change, Ip, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Tcp as TcpFields, ethertype,
         mac_word, protocol,
@@ -113,7 +114,13 @@ fn end(forward: &FlowKey, flags: u8) {
         flow.pod_fin = 1;
     }
     if flags & TCP_RST != 0 || flow.client_fin & flow.pod_fin != 0 {
-        flows::close(forward, flow, FLOW_CLOSING);
+        // The forward path would have ended it, had the pod's FIN been the first.
+        let by = if flags & TCP_RST != 0 {
+            BY_POD_RESET
+        } else {
+            BY_CLIENT_FIN
+        };
+        flows::close(forward, flow, FLOW_CLOSING, by);
     }
 }
 

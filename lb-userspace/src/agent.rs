@@ -19,6 +19,7 @@ use crate::dataplane::{
     self, Applied, AttachReport, AttachedMode, Attachment, Dataplane, DataplaneError, GONE_AFTER,
 };
 use crate::desired::{DesiredState, KeySpec};
+use crate::ended::Recorder;
 use crate::health::{Change, Checks};
 use crate::http::{self, LogFilter};
 use crate::interfaces::{Changes, Host, InterfaceError, in_subnet};
@@ -55,6 +56,8 @@ pub struct Options {
     pub kubernetes: Option<Kubernetes>,
     /// Where the maps are and how large they are made.
     pub dataplane: dataplane::Options,
+    /// Where ended flows are recorded.
+    pub state_dir: PathBuf,
     /// Whether the data plane ends with the agent.
     pub detach_on_exit: bool,
     /// The port for metrics and probes, if there is to be one.
@@ -69,7 +72,7 @@ pub struct Kubernetes {
     /// Namespace of the agents; without it that of the ServiceAccount or kubeconfig.
     pub namespace: Option<String>,
     /// Where peers and their key are remembered for a start without the API.
-    pub state_dir: PathBuf,
+    pub run_dir: PathBuf,
 }
 
 /// Why the agent could not start, or not end as told.
@@ -115,12 +118,9 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         let mut signals = Signals::new()?;
         let kubernetes = match options.kubernetes {
             None => None,
-            Some(Kubernetes {
-                namespace,
-                state_dir,
-            }) => {
+            Some(Kubernetes { namespace, run_dir }) => {
                 let node = options.node.clone();
-                Some(kubernetes::Options::infer(node, namespace, state_dir).await?)
+                Some(kubernetes::Options::infer(node, namespace, run_dir).await?)
             }
         };
         let path = options.config.display().to_string();
@@ -136,8 +136,11 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         let first = matches!(former, Err(DataplaneError::NotLoaded { .. }));
         let control = former.and_then(|maps| maps.control());
         let serves = control.is_ok_and(|control| control.synced_seconds.is_some());
-        let dataplane = Dataplane::open(&options.dataplane)?;
+        let mut dataplane = Dataplane::open(&options.dataplane)?;
         let observed = Arc::new(Observed::new());
+        let root = &options.dataplane.bpffs;
+        let recorder = Recorder::start(root, options.state_dir, Arc::clone(&observed))?;
+        dataplane.tell_of_endings(recorder.teller());
         if let Some(http) = options.http {
             tokio::spawn(http::serve(http, Arc::clone(&observed), options.log));
         }
@@ -171,6 +174,7 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         if let Some(peers) = agent.peers.take() {
             peers.hand_over(HAND_OVER).await;
         }
+        recorder.stop();
         if options.detach_on_exit {
             agent.dataplane.detach()?;
             info!("detached: nothing is served any more");

@@ -4,11 +4,13 @@
 //! `source (file | Kubernetes) → DesiredState → plan (pure) → TableSet → dataplane (maps)`.
 
 pub mod agent;
+pub mod capture;
 pub mod cli;
 pub mod config;
 pub mod dataplane;
 pub mod desired;
 pub mod doctor;
+pub mod ended;
 pub mod ethtool;
 pub mod health;
 pub mod http;

@@ -8,11 +8,13 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 
 use crate::config::source::History;
 use crate::dataplane::{Applied, AttachReport, Attachment, DataplaneError};
 use crate::desired::{DesiredState, UplinkSpec};
+use crate::ended::EndedBy;
 use crate::kubernetes::{Latency, Status};
 use crate::peers::{Counters, View};
 use crate::plan::Health;
@@ -47,6 +49,15 @@ pub struct Measured {
     pub map_writes: Counter,
     /// Health checks' changes of mind.
     pub health_changes: Counter,
+    /// Living flows that have ended, by who ended them.
+    pub flows_ended: Family<[(&'static str, &'static str); 1], Counter>,
+}
+
+impl Measured {
+    /// A living flow has ended.
+    pub fn ended(&self, by: EndedBy) {
+        self.flows_ended.get_or_create(&[("by", by.name())]).inc();
+    }
 }
 
 #[derive(Debug)]
@@ -167,6 +178,14 @@ impl Observed {
                 write: histogram(100e-6, 16),
                 map_writes: Counter::default(),
                 health_changes: Counter::default(),
+                flows_ended: {
+                    let family = Family::default();
+                    for by in EndedBy::ALL {
+                        // A series that begins with its first event hides that event from rate().
+                        drop(family.get_or_create(&[("by", by.name())]));
+                    }
+                    family
+                },
             },
         }
     }

@@ -1,10 +1,12 @@
-//! Frames as this node sends and hears them beside its programs: link layer, ARP, and packet sockets. Sockets belong to
-//! the network namespace of the thread that opens them.
+//! Frames as this node sends and hears them beside its programs: link layer, ARP, neighbor discovery, and packet sockets.
+//! Sockets belong to the network namespace of the thread that opens them.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use lb_common::packet::ethertype;
+use lb_common::packet::{
+    NEIGHBOR_ADVERTISEMENT, NEIGHBOR_HOP_LIMIT, NEIGHBOR_SOLICITATION, ethertype, protocol,
+};
 use socket2::{Domain, SockAddr, SockFilter, Socket, Type};
 
 /// The link layer of a frame, with its tag where it has one.
@@ -62,6 +64,86 @@ fn checksum(parts: &[&[u8]]) -> u16 {
     !lb_common::checksum::fold(sum)
 }
 
+/// EtherType and payload of a frame of a VLAN. The kernel takes a frame's tag off before a packet socket sees it: one
+/// without a tag may be of any VLAN.
+fn payload(frame: &[u8], vlan: Option<u16>) -> Option<(u16, &[u8])> {
+    /// Without priority and drop eligibility.
+    const VLAN_ID: u16 = 0xfff;
+    let (kind, rest) = frame.get(12..)?.split_first_chunk()?;
+    let kind = u16::from_be_bytes(*kind);
+    if kind != ethertype::VLAN {
+        return Some((kind, rest));
+    }
+    let (tag, inner) = rest.split_first_chunk()?;
+    if Some(u16::from_be_bytes(*tag) & VLAN_ID) != vlan {
+        return None;
+    }
+    let (kind, rest) = inner.split_first_chunk()?;
+    Some((u16::from_be_bytes(*kind), rest))
+}
+
+/// The group in which everybody asks who looks for an address (RFC 4291 section 2.7.1).
+pub fn solicited_node(address: Ipv6Addr) -> Ipv6Addr {
+    let [.., a, b] = address.segments();
+    Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | a & 0xff, b)
+}
+
+/// Neighbor discovery for IPv6 over Ethernet (RFC 4861): who has an address.
+pub mod neighbor {
+    use super::*;
+
+    /// Options of a message: the sender's own MAC, and the target's (RFC 4861 section 4.6.1); one unit of eight octets.
+    const SOURCE_LINK_LAYER: [u8; 2] = [1, 1];
+    const TARGET_LINK_LAYER: [u8; 2] = [2, 1];
+
+    /// The frame that asks who has `target`, from one of this node's own addresses: the answer goes there alone. One to
+    /// nobody, as duplicate address detection asks for it, would go to all nodes and override what they know.
+    pub fn solicitation(
+        mac: [u8; 6],
+        own: Ipv6Addr,
+        target: Ipv6Addr,
+        vlan: Option<u16>,
+    ) -> Vec<u8> {
+        let group = solicited_node(target);
+        // RFC 2464 section 7.
+        let [.., a, b, c, d] = group.octets();
+        let mut frame = ethernet([0x33, 0x33, a, b, c, d], mac, vlan, ethertype::IPV6);
+        let mut message = vec![NEIGHBOR_SOLICITATION, 0, 0, 0, 0, 0, 0, 0];
+        message.extend(target.octets());
+        message.extend(SOURCE_LINK_LAYER);
+        message.extend(mac);
+        let length = message.len() as u16;
+        if let Some(mut ip) = ip_header(own.into(), group.into(), protocol::ICMPV6, length) {
+            ip[7] = NEIGHBOR_HOP_LIMIT;
+            let sum = transport_checksum(&ip, protocol::ICMPV6, &message);
+            message[2..4].copy_from_slice(&sum.to_be_bytes());
+            frame.extend(ip);
+        }
+        frame.extend(message);
+        frame
+    }
+
+    /// Which address a frame of a VLAN advertises, and with which MAC.
+    pub fn advertised(frame: &[u8], vlan: Option<u16>) -> Option<(Ipv6Addr, [u8; 6])> {
+        let (kind, packet) = payload(frame, vlan)?;
+        let (ip, message) = packet.split_first_chunk::<40>()?;
+        let (message, options) = message.split_first_chunk::<24>()?;
+        if kind != ethertype::IPV6
+            || (ip[6], ip[7]) != (protocol::ICMPV6, NEIGHBOR_HOP_LIMIT)
+            || message[..2] != [NEIGHBOR_ADVERTISEMENT, 0]
+        {
+            return None;
+        }
+        let target: [u8; 16] = message[8..].try_into().ok()?;
+        let told = options.split_first_chunk::<2>();
+        let told = told.filter(|(option, _)| **option == TARGET_LINK_LAYER);
+        // It may be left out of the answer to a question that was for one node alone.
+        let mac = told.and_then(|(_, mac)| mac.first_chunk());
+        let mac = mac.or_else(|| frame.get(6..)?.first_chunk())?;
+        Some((target.into(), *mac))
+    }
+}
+
 /// An ARP packet for IPv4 over Ethernet (RFC 826).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Arp {
@@ -108,22 +190,10 @@ impl Arp {
         frame
     }
 
-    /// What a frame of a VLAN says, if it is one. The kernel takes a frame's tag off before a packet socket sees it: one
-    /// without a tag may be of any VLAN.
+    /// What a frame of a VLAN says, if it is one.
     pub fn parse(frame: &[u8], vlan: Option<u16>) -> Option<Self> {
-        let (kind, mut rest) = frame.get(12..)?.split_first_chunk()?;
-        let mut kind = u16::from_be_bytes(*kind);
-        if kind == ethertype::VLAN {
-            /// Without priority and drop eligibility.
-            const VLAN_ID: u16 = 0xfff;
-            let (tag, inner) = rest.split_first_chunk()?;
-            if Some(u16::from_be_bytes(*tag) & VLAN_ID) != vlan {
-                return None;
-            }
-            let (inner, payload) = inner.split_first_chunk()?;
-            (kind, rest) = (u16::from_be_bytes(*inner), payload);
-        }
-        let packet: &[u8; 28] = rest.first_chunk()?;
+        let (kind, payload) = payload(frame, vlan)?;
+        let packet: &[u8; 28] = payload.first_chunk()?;
         if kind != ethertype::ARP || packet[..6] != Self::HEADER || packet[6] != 0 {
             return None;
         }
@@ -151,20 +221,30 @@ pub fn sender(ifindex: u32) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// A packet socket on an interface that sends, and hears ARP before anything at TC takes it away. It blocks.
-pub fn arp_listener(ifindex: u32) -> io::Result<Socket> {
+/// A packet socket on an interface that sends, and hears ARP and neighbor advertisements before anything at TC takes them
+/// away. It blocks.
+pub fn claim_listener(ifindex: u32) -> io::Result<Socket> {
     /// `ETH_P_ALL` of `linux/if_ether.h`: a socket of one protocol comes after TC.
     const ALL: u16 = 3;
-    /// Classic BPF (`linux/filter.h`): load a half-word at an offset; jump if equal; return.
+    /// Classic BPF (`linux/filter.h`): load a half-word, or an octet, at an offset; jump if equal; return.
     const LOAD_HALF: u16 = 0x28;
+    const LOAD_BYTE: u16 = 0x30;
     const JUMP_IF_EQUAL: u16 = 0x15;
     const RETURN: u16 = 0x06;
+    /// Behind Ethernet: the next header of IPv6, and the type of ICMPv6 behind it.
+    const NEXT_HEADER: u32 = 14 + 6;
+    const KIND: u32 = 14 + 40;
     let socket = Socket::new(Domain::PACKET, Type::RAW, None)?;
-    // Before it is bound: a busy uplink must not fill its buffer with all else.
+    // Before it is bound: a busy uplink must not fill its buffer with all else. Jumps count from the next instruction.
     socket.attach_filter(&[
         SockFilter::new(LOAD_HALF, 0, 0, 12),
-        SockFilter::new(JUMP_IF_EQUAL, 2, 0, u32::from(ethertype::ARP)),
-        SockFilter::new(JUMP_IF_EQUAL, 1, 0, u32::from(ethertype::VLAN)),
+        SockFilter::new(JUMP_IF_EQUAL, 7, 0, u32::from(ethertype::ARP)),
+        SockFilter::new(JUMP_IF_EQUAL, 6, 0, u32::from(ethertype::VLAN)),
+        SockFilter::new(JUMP_IF_EQUAL, 0, 4, u32::from(ethertype::IPV6)),
+        SockFilter::new(LOAD_BYTE, 0, 0, NEXT_HEADER),
+        SockFilter::new(JUMP_IF_EQUAL, 0, 2, u32::from(protocol::ICMPV6)),
+        SockFilter::new(LOAD_BYTE, 0, 0, KIND),
+        SockFilter::new(JUMP_IF_EQUAL, 1, 0, u32::from(NEIGHBOR_ADVERTISEMENT)),
         SockFilter::new(RETURN, 0, 0, 0),
         SockFilter::new(RETURN, 0, 0, u32::from(u16::MAX)),
     ])?;
@@ -237,5 +317,84 @@ mod tests {
         let mut other = Arp::probe(MAC, Ipv4Addr::LOCALHOST).broadcast(None);
         other[13] = 0;
         assert_eq!(Arp::parse(&other, None), None);
+    }
+
+    /// As an independent library reads it: RFC 4861 section 7.2.2.
+    #[test]
+    fn a_solicitation_asks_the_group_from_an_own_address_with_a_right_checksum() {
+        let own: Ipv6Addr = "fe80::1".parse().expect("valid");
+        let target: Ipv6Addr = "fd00:22::12:3402".parse().expect("valid");
+        let frame = neighbor::solicitation(MAC, own, target, None);
+        assert_eq!(
+            frame[..12],
+            [0x33, 0x33, 0xff, 0x12, 0x34, 2, 2, 0, 0, 0, 0, 1]
+        );
+        let packet = etherparse::PacketHeaders::from_ethernet_slice(&frame).expect("parses");
+        let Some(etherparse::NetHeaders::Ipv6(ip, _)) = packet.net else {
+            panic!("not IPv6")
+        };
+        assert_eq!((ip.hop_limit, ip.source), (255, own.octets()));
+        let group: Ipv6Addr = "ff02::1:ff12:3402".parse().expect("valid");
+        assert_eq!(ip.destination, group.octets());
+        let Some(etherparse::TransportHeader::Icmpv6(message)) = packet.transport else {
+            panic!("not ICMPv6")
+        };
+        let sum = message
+            .icmp_type
+            .calc_checksum(ip.source, ip.destination, packet.payload.slice())
+            .expect("short");
+        assert_eq!(message.checksum, sum);
+        assert_eq!((frame[54], &frame[62..78]), (135, &target.octets()[..]));
+        assert_eq!(
+            frame[78..],
+            [1, 1, 2, 0, 0, 0, 0, 1],
+            "where the answer goes"
+        );
+        let tagged = neighbor::solicitation(MAC, own, target, Some(7));
+        assert_eq!(tagged[12..18], [0x81, 0, 0, 7, 0x86, 0xdd]);
+        assert_eq!(tagged[18..], frame[14..]);
+        assert_eq!(
+            neighbor::advertised(&frame, None),
+            None,
+            "it claims nothing"
+        );
+    }
+
+    #[test]
+    fn an_advertisement_tells_address_and_mac_or_comes_from_it() {
+        let target: Ipv6Addr = "fd00:22::2".parse().expect("valid");
+        let addr = lb_common::Addr::from(IpAddr::from(target));
+        let told = lb_common::packet::advertisement(&addr, [2, 0, 0, 0, 0, 0xee], None);
+        // SAFETY: repr(C) of integers without padding.
+        let told: [u8; size_of::<lb_common::packet::Advertisement>()] =
+            unsafe { core::mem::transmute(told) };
+        let frame = |vlan| {
+            [
+                &ethernet(MAC, [2, 0, 0, 0, 0, 9], vlan, ethertype::IPV6)[..],
+                &told,
+            ]
+            .concat()
+        };
+        let expected = Some((target, [2, 0, 0, 0, 0, 0xee]));
+        assert_eq!(neighbor::advertised(&frame(None), None), expected);
+        assert_eq!(neighbor::advertised(&frame(Some(7)), Some(7)), expected);
+        assert_eq!(neighbor::advertised(&frame(Some(7)), Some(8)), None);
+        let whole = frame(None);
+        let without = neighbor::advertised(&whole[..78], None);
+        assert_eq!(without, Some((target, [2, 0, 0, 0, 0, 9])));
+        for length in 0..78 {
+            assert_eq!(
+                neighbor::advertised(&whole[..length], None),
+                None,
+                "{length}"
+            );
+        }
+        let mut routed = whole;
+        routed[21] = 254;
+        assert_eq!(
+            neighbor::advertised(&routed, None),
+            None,
+            "from another link"
+        );
     }
 }

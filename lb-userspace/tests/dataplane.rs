@@ -12,8 +12,11 @@ use std::time::{Duration, Instant};
 
 use aya::EbpfLoader;
 use aya::maps::{Array, HashMap, Map, MapData};
-use aya::programs::{LinkOrder, SchedClassifier, TcAttachType, Xdp, XdpMode, tc::TcAttachOptions};
+use aya::programs::{
+    LinkOrder, Program, SchedClassifier, TcAttachType, Xdp, XdpMode, tc::TcAttachOptions,
+};
 use ironlb::dataplane::read::{FlowFilter, LinkView, Reader};
+use ironlb::dataplane::shadow::{USES, Use};
 use ironlb::dataplane::{AttachReport, AttachedMode, Dataplane, DataplaneError, Options, unload};
 use ironlb::desired::{Announce, Bypass, Mode, Refuse, UplinkSelector, UplinkSpec};
 use ironlb::interfaces::InterfaceError;
@@ -282,6 +285,60 @@ fn a_driver_without_xdp_falls_to_tc_in_auto_and_is_an_error_in_native() {
     });
     let text = error.expect_err("native cannot be").to_string();
     assert!(text.contains("mac0") && text.contains("mode: tc"), "{text}");
+}
+
+/// Of every errno that a virtual device can give; the words for the others are tested beside them.
+#[test]
+fn what_cannot_be_native_gets_the_remedy_and_nothing_stays_attached() {
+    let node = Node::new("remedy");
+    let wanted = tables(&[("ironic-0", 10)]);
+    node.ip("link add link up0 name mac0 type macvlan mode bridge");
+    // As many receive queues as the other end sends with are wanted.
+    node.ip("link add many0 numtxqueues 4 numrxqueues 4 type veth peer name few0 numrxqueues 1");
+    for (name, remedy) in [
+        ("mac0", "its driver has no XDP"),
+        ("few0", "ethtool -L few0 combined N"),
+    ] {
+        let uplinks = [in_subnet(Mode::Tc), named(name, Mode::Native)];
+        node.inside(|| {
+            let mut dataplane = node.open();
+            let error = dataplane.attach(&uplinks, &wanted).expect_err("no XDP");
+            let text = error.to_string();
+            for part in [name, remedy, "mode: tc"] {
+                assert!(text.contains(part), "{name}: no `{part}` in {text}");
+            }
+            dataplane.apply(&wanted).expect("the other uplink serves");
+            let host = ironlb::interfaces::Host::read().expect("reads");
+            let port = host.interfaces.values().find(|i| i.name == name);
+            assert_eq!(port.expect("there").xdp, [0; 0], "{name}");
+            // A link ends a moment after its pin.
+            let attached = || {
+                let hooks = [TcAttachType::Ingress, TcAttachType::Egress];
+                let of = |hook| SchedClassifier::query_tcx(name, hook).expect("query").1;
+                hooks.into_iter().map(|hook| of(hook).len()).sum::<usize>()
+            };
+            let deadline = Instant::now() + Duration::from_secs(5);
+            while attached() > 0 {
+                assert!(Instant::now() < deadline, "{name}: programs are left at TC");
+                thread::sleep(Duration::from_millis(10));
+            }
+        });
+        let links = fs::read_dir(node.maps().join("links")).expect("links");
+        assert_eq!(links.count(), 2, "{name}: those of up0");
+    }
+    // What has served there goes on.
+    serve(
+        &node,
+        &[in_subnet(Mode::Tc), named("mac0", Mode::Tc)],
+        &wanted,
+    );
+    let error = node.inside(|| {
+        let mut dataplane = node.open();
+        dataplane.attach(&[in_subnet(Mode::Tc), named("mac0", Mode::Native)], &wanted)
+    });
+    error.expect_err("no XDP");
+    let links = fs::read_dir(node.maps().join("links")).expect("links");
+    assert_eq!(links.count(), 4);
 }
 
 #[test]
@@ -860,4 +917,52 @@ fn an_interface_without_ethernet_header_is_refused() {
         error,
         DataplaneError::Interface(InterfaceError::NotEthernet { .. })
     ));
+}
+
+/// Loads every program of the object with some maps made read-only for programs, and tells which of them the verifier refuses.
+fn refused_with_read_only(node: &Node, names: &[&str]) -> Vec<String> {
+    /// `BPF_F_RDONLY_PROG` of `linux/bpf.h`.
+    const RDONLY_PROG: u32 = 1 << 7;
+    let parsed = aya_obj::Object::parse(ironlb::OBJECT).expect("the object");
+    fs::create_dir_all(&node.bpffs).expect("a root");
+    let mut loader = EbpfLoader::new();
+    for name in names {
+        let wanted = &parsed.maps[*name];
+        let map = aya_obj::Map::new_from_params(
+            wanted.map_type(),
+            wanted.key_size(),
+            wanted.value_size(),
+            wanted.max_entries(),
+            wanted.map_flags() | RDONLY_PROG,
+        );
+        let path = node.bpffs.join(name);
+        let map = MapData::create(map, name, None).expect("a map");
+        map.pin(&path).expect("pinned");
+        loader.map_pin_path(name, path);
+    }
+    let mut object = loader.load(ironlb::OBJECT).expect("loads");
+    for name in names {
+        fs::remove_file(node.bpffs.join(name)).expect("unpinned");
+    }
+    let mut is_refused = |name: &&str| {
+        let loaded = match object.program_mut(name).expect("the program") {
+            Program::Xdp(xdp) => xdp.load(),
+            Program::SchedClassifier(tc) => tc.load(),
+            _ => unreachable!("neither XDP nor TC"),
+        };
+        loaded.is_err()
+    };
+    let refused = program::ALL.into_iter().filter(|name| is_refused(name));
+    refused.map(str::to_owned).collect()
+}
+
+#[test]
+fn what_a_trace_shares_with_the_programs_that_serve_no_program_writes() {
+    let node = Node::new("read-only");
+    let shared = USES.into_iter().filter(|(_, kind)| *kind == Use::Shared);
+    let shared: Vec<&str> = shared.map(|(name, _)| name).collect();
+    assert!(shared.contains(&map::SERVICES));
+    assert_eq!(refused_with_read_only(&node, &shared), [""; 0]);
+    // The verifier would have told: this one is written.
+    assert_eq!(refused_with_read_only(&node, &[map::YOUNG]), program::ALL);
 }

@@ -1,5 +1,6 @@
 //! The `ironlb` binary and an agent of it on a node of the laboratory.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -99,6 +100,22 @@ impl Node {
         run(&mut self.ironlb_command(verb)?)
     }
 
+    /// Where this node's agent keeps what shall survive it.
+    pub fn state_dir(&self) -> PathBuf {
+        self.config.with_extension("state")
+    }
+
+    /// Starts a verb of `ironlb` on this node in the background.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start_ironlb(&self, verb: &[&str]) -> Result<Process> {
+        let mut words = vec![ironlb()?.as_os_str()];
+        words.extend(verb.iter().map(AsRef::<OsStr>::as_ref));
+        words.extend(["--bpffs".as_ref(), self.bpffs.as_os_str()]);
+        self.namespace.spawn(verb[0], words)
+    }
+
     /// The maps that are pinned on this node.
     ///
     /// # Errors
@@ -166,6 +183,21 @@ impl Agent {
     /// # Errors
     /// When there is no binary to start.
     pub fn spawn_binary(node: &Node, binary: &Path) -> Result<Self> {
+        Self::spawn_with(node, binary, &[])
+    }
+
+    /// As [`Agent::launch`], with more options on its command line.
+    ///
+    /// # Errors
+    /// As [`Agent::start`].
+    pub fn launch_with(node: &Node, options: &[&str]) -> Result<Self> {
+        let mut agent = Self::spawn_with(node, ironlb()?, options)?;
+        agent.wait_until_ready(node)?;
+        Ok(agent)
+    }
+
+    fn spawn_with(node: &Node, binary: &Path, options: &[&str]) -> Result<Self> {
+        let state_dir = node.state_dir();
         let command = [
             binary.as_os_str(),
             "agent".as_ref(),
@@ -175,7 +207,11 @@ impl Agent {
             node.config.as_os_str(),
             "--bpffs".as_ref(),
             node.bpffs.as_os_str(),
+            "--state-dir".as_ref(),
+            state_dir.as_os_str(),
         ];
+        let options = options.iter().map(OsStr::new);
+        let command = command.into_iter().chain(options);
         let process = node.namespace.spawn("agent", command)?;
         Ok(Self { process })
     }

@@ -1,6 +1,6 @@
 //! Frames on a wire of the laboratory, by tcpdump.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -47,6 +47,11 @@ impl Capture {
             Ok(tcpdump.log()?.contains("listening on"))
         })?;
         Ok(Self { tcpdump, file })
+    }
+
+    /// The file that it is written to, which stays when the capture ends.
+    pub fn file(&self) -> &Path {
+        &self.file
     }
 
     /// Ends the capture; a line for each frame, as tcpdump prints it.

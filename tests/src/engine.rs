@@ -7,9 +7,10 @@ use std::sync::LazyLock;
 
 use anyhow::{Context, Result, bail};
 use aya::maps::lpm_trie::{Key, LpmTrie};
-use aya::maps::{Array, HashMap, MapData, PerCpuArray};
+use aya::maps::{Array, HashMap, MapData, PerCpuArray, RingBuf};
 use aya::programs::{Program, TestRun, TestRunOptions};
 use aya::{Btf, Ebpf, EbpfLoader, Pod};
+use lb_common::events::{Ending, Event, Telling, Watch};
 use lb_common::layout::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Exception, Flow, FlowKey,
     MAX_BACKENDS_PER_PORT, MAX_VIP_PORTS_PER_POD_PORT, MODE_NATIVE, MODE_TC, Peer, PeerMac,
@@ -474,6 +475,58 @@ impl Engine {
             sum.packets_out += cpu.packets_out;
             sum.bytes_out += cpu.bytes_out;
             sum.flows += cpu.flows;
+        }
+        Ok(sum)
+    }
+
+    /// Writes what a monitor wants to see.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn set_watch(&mut self, watch: Watch) -> Result<()> {
+        self.set(map::WATCH, 0, watch)
+    }
+
+    /// Takes what was told to a monitor.
+    ///
+    /// # Errors
+    /// When a record is not as long as one.
+    pub fn events(&mut self) -> Result<Vec<Event>> {
+        self.ring(map::EVENTS, Event::from_bytes)
+    }
+
+    /// Takes what was told of flows that have ended.
+    ///
+    /// # Errors
+    /// When a record is not as long as one.
+    pub fn endings(&mut self) -> Result<Vec<Ending>> {
+        self.ring(map::ENDINGS, Ending::from_bytes)
+    }
+
+    fn ring<T>(&mut self, name: &str, parse: impl Fn(&[u8]) -> Option<T>) -> Result<Vec<T>> {
+        let map = self
+            .ebpf
+            .map_mut(name)
+            .with_context(|| format!("no map {name}"))?;
+        let mut ring = RingBuf::try_from(map)?;
+        let mut records = Vec::new();
+        while let Some(bytes) = ring.next() {
+            records.push(parse(&bytes).with_context(|| format!("{name}: {bytes:?}"))?);
+        }
+        Ok(records)
+    }
+
+    /// What became of events, over all processors.
+    ///
+    /// # Errors
+    /// As any map look-up.
+    pub fn telling(&self) -> Result<Telling> {
+        let counters = PerCpuArray::<_, Telling>::try_from(self.map(map::TELLING)?)?;
+        let mut sum = Telling::default();
+        for cpu in counters.get(&0, 0)?.iter() {
+            sum.suppressed += cpu.suppressed;
+            sum.lost += cpu.lost;
+            sum.endings_lost += cpu.endings_lost;
         }
         Ok(sum)
     }

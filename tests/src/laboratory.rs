@@ -158,6 +158,7 @@ impl Builder {
             bmc,
             nodes,
             image,
+            complete_checksums: self.complete_checksums,
             kept: false,
         })
     }
@@ -410,6 +411,7 @@ pub struct Laboratory {
     pub nodes: Vec<Node>,
     /// The image that every pod serves.
     pub image: Image,
+    complete_checksums: bool,
     kept: bool,
 }
 
@@ -526,6 +528,32 @@ impl Laboratory {
         cabling.plug(&node.namespace, "eth1", &node.name)?;
         let address = format!("addr add {}/24 dev eth1", node.address);
         node.namespace.ip(&address)
+    }
+
+    /// A BMC on a network of its own, 172.25.0.0/24, to which the first node has a second port, `eth2`. Its address is
+    /// 172.25.0.150, the node's 172.25.0.11, and the pods are where they were.
+    ///
+    /// # Errors
+    /// When a command fails.
+    pub fn second_network(&self) -> Result<Host> {
+        let directory = self.directory();
+        let namespace = |role: &str| Namespace::create(&self.tag, role, &directory);
+        let (switch, far) = (namespace("switch1")?, namespace("bmc1")?);
+        switch.ip("link add br0 type bridge mcast_snooping 0\nlink set br0 up")?;
+        let cabling = Cabling {
+            switch: &switch,
+            complete_checksums: self.complete_checksums,
+        };
+        cabling.plug(&far, "eth0", "bmc1")?;
+        far.ip("addr add 172.25.0.150/24 dev eth0\naddr add fd00:25::150/64 dev eth0 nodad")?;
+        let node = &self.nodes[0].namespace;
+        cabling.plug(node, "eth2", "node0")?;
+        node.ip("addr add 172.25.0.11/24 dev eth2\naddr add fd00:25::11/64 dev eth2 nodad")?;
+        Ok(Host {
+            namespace: far,
+            address: Ipv4Addr::new(172, 25, 0, 150),
+            address6: Ipv6Addr::new(0xfd00, 0x25, 0, 0, 0, 0, 0, 0x150),
+        })
     }
 
     /// A host behind two routers, the link between which carries packets of `mtu` bytes at most; all others have 1,500.

@@ -33,6 +33,15 @@ impl Maps {
         MapData::from_pin(&path).with_context(|| format!("cannot open the map {}", path.display()))
     }
 
+    /// The one value of an array.
+    ///
+    /// # Errors
+    /// When the map is not there.
+    pub fn first<V: aya::Pod>(&self, name: &str) -> Result<V> {
+        let map = Array::<_, V>::try_from(Map::Array(self.open(name)?))?;
+        Ok(map.get(&0, 0)?)
+    }
+
     /// What the agent tells.
     ///
     /// # Errors
@@ -73,6 +82,24 @@ impl Maps {
         self.flows(name)?
             .remove(key)
             .with_context(|| format!("cannot remove an entry of {name}"))
+    }
+
+    /// Makes all entries of living flows look as if their last packet had been so many jiffies earlier.
+    ///
+    /// # Errors
+    /// When the maps are not there.
+    pub fn age(&self, jiffies: u64) -> Result<()> {
+        for name in [map::LIVING, map::LIVING_REPLY] {
+            let mut flows = self.flows(name)?;
+            for (key, mut flow) in self.living(name)? {
+                flow.last_seen = flow
+                    .last_seen
+                    .checked_sub(jiffies)
+                    .context("this machine has not been up for that long")?;
+                flows.insert(key, flow, 0)?;
+            }
+        }
+        Ok(())
     }
 
     /// Sets until when ARP questions for `vip` are answered: boot-time nanoseconds.

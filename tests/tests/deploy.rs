@@ -104,10 +104,13 @@ fn the_capabilities_of_the_overlay_are_enough() {
         node.write_config(&lab.config(mode))
             .expect("a configuration");
         let pins = [OsStr::new("--bpffs"), node.bpffs.as_os_str()];
+        let state_dir = node.state_dir();
         let agent = [
             OsStr::new("agent"),
             OsStr::new("--config"),
             node.config.as_os_str(),
+            OsStr::new("--state-dir"),
+            state_dir.as_os_str(),
         ];
         // The second one adopts what the first has left.
         for _ in 0..2 {

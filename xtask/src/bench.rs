@@ -45,6 +45,10 @@ pub fn run(options: Options) -> Result<()> {
     if failover {
         arguments.push("--failover".to_owned());
     }
+    if !cluster && !failover {
+        let shipped = image::binary(Arch::own()?)?;
+        arguments.extend(["--shipped".to_owned(), shipped.display().to_string()]);
+    }
     if let Some(file) = json {
         let file =
             std::path::absolute(&file).with_context(|| format!("resolve {}", file.display()))?;

@@ -125,7 +125,10 @@ pub fn build(arch: Arch) -> Result<PathBuf> {
 }
 
 /// Builds the static binary.
-fn binary(arch: Arch) -> Result<PathBuf> {
+///
+/// # Errors
+/// When it does not build.
+pub fn binary(arch: Arch) -> Result<PathBuf> {
     let cross = arch != Arch::own()?;
     let compiler = if cross {
         setup::cross(arch)?

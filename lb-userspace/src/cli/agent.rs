@@ -14,6 +14,7 @@ use tracing_subscriber::{EnvFilter, reload};
 
 use crate::agent::{self, Kubernetes, Options};
 use crate::dataplane;
+use crate::ended::DEFAULT_STATE_DIR;
 use crate::http::{self, LogFilter};
 
 /// Serve a configuration file, or with `--kubernetes` the Services of a cluster: load the programs,
@@ -57,6 +58,10 @@ pub(super) struct Arguments {
     namespace: Option<String>,
     /// Folder in which an agent in Kubernetes remembers its peers and their key, for a start while the API is away.
     #[arg(long, value_name = "FOLDER", default_value = "/run/ironlb")]
+    run_dir: PathBuf,
+    /// Folder in which ended flows are recorded for `ironlb flows --ended`: 1 MiB at most. One that cannot be
+    /// written disturbs nothing else.
+    #[arg(long, value_name = "FOLDER", default_value = DEFAULT_STATE_DIR)]
     state_dir: PathBuf,
     /// Flows that last: room is taken at once, about 280 bytes each. Fixed when the maps are made.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_LIVING_FLOWS, value_parser = clap::value_parser!(u32).range(1..=16_777_216))]
@@ -160,6 +165,7 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
         kubernetes,
         node_name,
         namespace,
+        run_dir,
         state_dir,
         living_flows,
         young_flows,
@@ -198,15 +204,13 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
             let uname = rustix::system::uname();
             uname.nodename().to_string_lossy().into_owned()
         }),
-        kubernetes: kubernetes.then_some(Kubernetes {
-            namespace,
-            state_dir,
-        }),
+        kubernetes: kubernetes.then_some(Kubernetes { namespace, run_dir }),
         dataplane: dataplane::Options {
             bpffs: bpffs.to_owned(),
             living_flows,
             young_flows,
         },
+        state_dir,
         detach_on_exit,
         http: match listen {
             Some(Listen::Nowhere) => None,

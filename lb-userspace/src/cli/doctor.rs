@@ -11,8 +11,8 @@ use crate::doctor::{self, Finding, Options, Status};
 /// Look for what keeps ironlb from serving on this node, and for what will bite, and say what to do about it.
 ///
 /// Looks at kernel, rights, interfaces, routes, firewall and VIPs of the network namespace that it runs in. Changes
-/// nothing; sends three ARP probes for each IPv4 VIP, which claim nothing. Works before the first start (with --config),
-/// with the agent dead (from the pinned maps), and as far as it goes without root.
+/// nothing; asks three times by ARP or neighbor solicitation who answers for each VIP, and claims none. Works before the
+/// first start (with --config), with the agent dead (from the pinned maps), and as far as it goes without root.
 #[derive(clap::Args)]
 #[command(after_help = "\
 Exit codes: 0 no error (with --strict: no warning either), 1 at least one.
@@ -31,7 +31,7 @@ pub(super) struct Arguments {
     /// Warnings count as errors.
     #[arg(long)]
     strict: bool,
-    /// Ask nobody by ARP who answers for the VIPs.
+    /// Ask nobody who answers for the VIPs.
     #[arg(long)]
     no_probe: bool,
     #[command(flatten)]

@@ -1,14 +1,17 @@
 //! `ironlb flows`: who talks to which pod.
 
-use std::net::IpAddr;
-use std::path::Path;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::{Duration, SystemTime};
 
+use anyhow::Context as _;
 use clap::ValueEnum;
 use lb_common::CLOSING_GUARD;
 
 use super::{Output, OutputArgument, ago, bytes, emit, emit_json, table, unknown};
 use crate::dataplane::read::{BackendView, FlowFilter, FlowState, FlowView, Reader};
+use crate::ended::{DEFAULT_STATE_DIR, EndedFlow};
 
 /// Rows of a table unless somebody asks for more.
 const TABLE_LIMIT: usize = 100;
@@ -18,6 +21,9 @@ const TABLE_LIMIT: usize = 100;
 /// A flow is young until the pod has answered; living ones stay, idle or not, until they end; closing
 /// ones have ended and keep their port from being reused for a minute. Reads the pinned maps alone, so
 /// it works with the agent dead.
+///
+/// With --ended it shows long flows that are over, and who ended them, from what the agent has recorded on
+/// disk: those that lasted more than 10 s, brought more than 10 MB, or lost their backend.
 #[derive(clap::Args)]
 #[command(after_help = "\
 Exit codes: 0 success, 1 error or no such VIP, port or instance, 3 nothing is loaded at that root.
@@ -26,7 +32,9 @@ Examples:
   ironlb flows --client 172.22.0.101
   ironlb flows --vip 172.22.0.2 --port 6180 --state living
   ironlb flows --instance ironic-1 --limit 0
-  ironlb flows -o json | jq 'map(select(.idle_seconds > 3600))'")]
+  ironlb flows -o json | jq 'map(select(.idle_seconds > 3600))'
+  ironlb flows --ended --since 12h
+  ironlb flows --ended --client 172.22.0.101 -o json | jq '.[].by'")]
 pub(super) struct Arguments {
     /// Only of this client.
     #[arg(long, value_name = "IP")]
@@ -41,10 +49,20 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "NAME|IP")]
     instance: Option<String>,
     /// Only in this state.
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, conflicts_with = "ended")]
     state: Option<State>,
-    /// Closing ones whose minute is over, too: they stay in the table until somebody needs their place.
+    /// Long flows that have ended, the last one first, and who ended them: FIN or RST of client or pod, or its
+    /// backend being gone.
     #[arg(long)]
+    ended: bool,
+    /// Of ended ones, only those of this last time, e.g. 30m or 6h.
+    #[arg(long, value_name = "TIME", requires = "ended", value_parser = humantime::parse_duration)]
+    since: Option<Duration>,
+    /// Where the agent records ended flows (its --state-dir).
+    #[arg(long, value_name = "FOLDER", requires = "ended", default_value = DEFAULT_STATE_DIR)]
+    state_dir: PathBuf,
+    /// Closing ones whose minute is over, too: they stay in the table until somebody needs their place.
+    #[arg(long, conflicts_with = "ended")]
     all: bool,
     /// So many at most, 0 for all [default: 100 in a table, all in JSON].
     #[arg(long, value_name = "N")]
@@ -62,6 +80,9 @@ enum State {
 }
 
 pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode> {
+    if arguments.ended {
+        return ended(&arguments);
+    }
     let Arguments {
         client,
         vip,
@@ -71,6 +92,9 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
         all: with_expired,
         limit,
         output: OutputArgument { output },
+        ended: _,
+        since: _,
+        state_dir: _,
     } = arguments;
     let reader = Reader::open(bpffs)?;
     let mut flows = reader.flows(&FlowFilter {
@@ -114,6 +138,97 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
         }
     }
     missing.map_or(Ok(ExitCode::SUCCESS), Err)
+}
+
+/// Shows what the agent has recorded.
+fn ended(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let Arguments {
+        client,
+        vip,
+        port,
+        instance,
+        since,
+        state_dir,
+        limit,
+        output: OutputArgument { output },
+        ..
+    } = arguments;
+    let record = crate::ended::read(state_dir).with_context(|| {
+        format!(
+            "cannot read a record of ended flows in {}: has an agent run on this node, and with this --state-dir?",
+            state_dir.display()
+        )
+    })?;
+    if record.unreadable > 0 {
+        eprintln!(
+            "ironlb: {} records could not be read: cut by a crash, or of another version",
+            record.unreadable
+        );
+    }
+    let from = since.map(|since| SystemTime::now() - since);
+    let is_instance = |flow: &EndedFlow, wanted: &String| {
+        flow.instance == *wanted || wanted.parse() == Ok(flow.pod)
+    };
+    let matches = |flow: &EndedFlow| {
+        client.is_none_or(|client| flow.client == client)
+            && vip.is_none_or(|vip| flow.vip == vip)
+            && port.is_none_or(|port| flow.vip_port == port)
+            && instance
+                .as_ref()
+                .is_none_or(|wanted| is_instance(flow, wanted))
+            && from.is_none_or(|from| flow.ended >= from)
+    };
+    let mut flows: Vec<_> = record.flows.into_iter().filter(matches).collect();
+    flows.sort_by_key(|flow| std::cmp::Reverse(flow.ended));
+    let all = flows.len();
+    match limit {
+        Some(0) => {}
+        Some(limit) => flows.truncate(*limit),
+        None if *output == Output::Table => flows.truncate(TABLE_LIMIT),
+        None => {}
+    }
+    match output {
+        Output::Json => emit_json(&flows)?,
+        Output::Table => {
+            emit(&table(
+                &[
+                    "ENDED", "CLIENT", "VIP", "POD", "INSTANCE", "SERVICE", "LASTED", "IN", "OUT",
+                    "BY",
+                ],
+                flows.iter().map(ended_row),
+            ))?;
+            if flows.len() < all {
+                eprintln!("{} of {all} flows; --limit 0 shows all", flows.len());
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn ended_row(flow: &EndedFlow) -> [String; 10] {
+    let name = |name: &String| match name.as_str() {
+        "" => "-".to_owned(),
+        name => name.to_owned(),
+    };
+    let end = |address, port| SocketAddr::new(address, port).to_string();
+    [
+        humantime::format_rfc3339_seconds(flow.ended).to_string(),
+        end(flow.client, flow.client_port),
+        end(flow.vip, flow.vip_port),
+        end(flow.pod, flow.pod_port),
+        name(&flow.instance),
+        match flow.port_name.as_str() {
+            "" => name(&flow.service),
+            port => format!("{}:{port}", flow.service),
+        },
+        ago(flow.duration_seconds),
+        bytes(flow.bytes_in),
+        flow.bytes_out.map_or_else(|| "-".to_owned(), bytes),
+        match &flow.refusal {
+            None => flow.by.text().to_owned(),
+            Some(refusal) => format!("{} ({refusal})", flow.by.text()),
+        },
+    ]
 }
 
 /// What a filter asks for that does not exist.

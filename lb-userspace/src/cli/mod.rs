@@ -9,8 +9,10 @@ mod doctor;
 mod flows;
 mod instance_env;
 mod log_level;
+mod monitor;
 mod services;
 mod status;
+mod trace;
 mod unload;
 
 use std::fmt::Display;
@@ -50,6 +52,10 @@ Examples:
   ironlb agent --config lb.yaml        serve it
   ironlb status                        what serves, and how packets end
   ironlb flows --client 172.22.0.101   which pod serves this host
+  ironlb flows --ended --since 12h     what became of last night's downloads
+  ironlb monitor                       what happens now
+  ironlb trace --from 172.22.0.101:40000 --to 172.22.0.2:6385
+                                       what would happen to this packet
   ironlb unload                        take everything out of the kernel"
 )]
 struct Cli {
@@ -69,6 +75,8 @@ enum Command {
     Backends(backends::Arguments),
     Flows(flows::Arguments),
     Counters(counters::Arguments),
+    Monitor(monitor::Arguments),
+    Trace(trace::Arguments),
     Doctor(doctor::Arguments),
     Unload(unload::Arguments),
     InstanceEnv(instance_env::Arguments),
@@ -110,6 +118,8 @@ pub fn main() -> ExitCode {
         Command::Backends(arguments) => backends::run(&arguments, &bpffs),
         Command::Flows(arguments) => flows::run(arguments, &bpffs),
         Command::Counters(arguments) => counters::run(&arguments, &bpffs),
+        Command::Monitor(arguments) => monitor::run(&arguments, &bpffs),
+        Command::Trace(arguments) => trace::run(&arguments, &bpffs),
         Command::Doctor(arguments) => doctor::run(arguments, &bpffs),
         Command::Unload(arguments) => unload::run(&arguments, &bpffs),
         Command::InstanceEnv(arguments) => instance_env::run(&arguments),

@@ -12,7 +12,8 @@ use crate::dataplane::{self, UnloadReport};
 /// Detach all programs and remove all maps: nothing is served any more.
 ///
 /// Every flow that runs over a VIP ends. Refused while an agent runs, which would put it all back.
-/// Where nothing is loaded there is nothing to do, which is a success.
+/// Where nothing is loaded there is nothing to do, which is a success. The record of ended flows on disk
+/// (`ironlb flows --ended`) stays, for it tells what became of them: remove /var/lib/ironlb yourself.
 #[derive(clap::Args)]
 #[command(after_help = "\
 Exit codes: 0 nothing is loaded any more, 1 error.

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::time::Instant;
 
 use aya::programs::links::{FdLink, LinkError, LinkOrder, PinnedLink};
 use aya::programs::tc::{
@@ -33,7 +34,7 @@ pub(crate) const FRAGS_SINCE: KernelVersion = KernelVersion::new(5, 18, 0);
 /// Where our clsact filter is: ahead of all that does not ask for the same.
 const CLSACT: (u16, TcHandle) = (1, TcHandle::new(0, 1));
 /// Slots as values that a loader can borrow.
-static SLOTS: [u32; MAX_UPLINKS as usize] = {
+pub(super) static SLOTS: [u32; MAX_UPLINKS as usize] = {
     let mut slots = [0; MAX_UPLINKS as usize];
     let mut at = 0;
     while at < slots.len() {
@@ -171,6 +172,7 @@ impl Attacher {
         }
         // Its links have pins, so they stay; a link that must go must not be held here.
         self.attached.remove(&ifindex);
+        let had_egress = !has_tcx() || pins.link(Hook::Egress, ifindex).exists();
         let mut object = loader()?;
         let mut attached = Attached {
             wanted: target.mode,
@@ -183,8 +185,15 @@ impl Attacher {
             Hook::Egress,
             attach_tc(pins, &mut object, target.port, Hook::Egress)?,
         );
-        if let Some(wanted) = target.mode {
-            forward(pins, &mut object, target.port, wanted, &mut attached)?;
+        if let Some(wanted) = target.mode
+            && let Err(error) = forward(pins, &mut object, target.port, wanted, &mut attached)
+        {
+            // What served before goes on; where nothing did, nothing is left.
+            drop(attached);
+            if !had_egress {
+                remove(pins, Hook::Egress, ifindex, &target.port.name)?;
+            }
+            return Err(error);
         }
         let mode = attached.mode;
         switch(mode)?;
@@ -255,7 +264,7 @@ pub(super) fn remove_filters(uplinks: &[Uplink]) {
     }
 }
 
-fn has_tcx() -> bool {
+pub(super) fn has_tcx() -> bool {
     KernelVersion::current().is_ok_and(|version| version >= TCX_SINCE)
 }
 
@@ -350,6 +359,40 @@ fn xdp_of_others(
     Ok((ours, foreign))
 }
 
+/// A time without a program, because the link of an earlier agent takes none of ours.
+struct Gap {
+    hook: Hook,
+    begun: Instant,
+}
+
+impl Gap {
+    /// Ends the link.
+    fn open(
+        pins: &Pins,
+        port: &Interface,
+        hook: Hook,
+        error: &DataplaneError,
+    ) -> Result<Self, DataplaneError> {
+        warn!(
+            interface = port.name, hook = hook.name(), %error,
+            "the pinned link cannot be updated; it is made anew, and for a moment nothing is attached"
+        );
+        let begun = Instant::now();
+        pins.remove_link(hook, port.index)?;
+        Ok(Self { hook, begun })
+    }
+
+    /// Tells how long it was, now that another link is there.
+    fn close(self, port: &Interface) {
+        warn!(
+            interface = port.name,
+            hook = self.hook.name(),
+            gap = ?self.begun.elapsed(),
+            "the link was made anew"
+        );
+    }
+}
+
 /// Adopts or makes the XDP link.
 fn attach_xdp(
     pins: &Pins,
@@ -381,6 +424,7 @@ fn attach_xdp(
         interface: port.name.clone(),
         reason: chain(error),
     };
+    let mut gap = None;
     if let Some((link, _)) = old {
         let updated = XdpLink::try_from(link)
             .map_err(|error| failed(&error))
@@ -392,8 +436,7 @@ fn attach_xdp(
                 return Ok(Ok((program_id(xdp, name)?, Some(link))));
             }
             Err(error) => {
-                warn!(interface = port.name, %error, "the pinned XDP link cannot be updated; for a moment nothing is attached");
-                pins.remove_link(Hook::Xdp, port.index)?;
+                gap = Some(Gap::open(pins, port, Hook::Xdp, &error)?);
             }
         }
     }
@@ -401,6 +444,9 @@ fn attach_xdp(
         Ok(id) => id,
         Err(error) => return Ok(Err(not_native(port, &error))),
     };
+    if let Some(gap) = gap {
+        gap.close(port);
+    }
     let link = xdp.take_link(id).map_err(|error| failed(&error))?;
     let Ok(link) = FdLink::try_from(link) else {
         // aya fell back to netlink: such an attachment has no link, cannot be pinned, and aya does not
@@ -437,6 +483,7 @@ fn attach_tc(
         let attached = tcx_programs(port, direction).map_err(|error| failed(&error))?;
         Ok(attached.iter().any(|(other, _)| *other == id))
     })?;
+    let mut gap = None;
     if let Some((link, _)) = old {
         let updated = SchedClassifierLink::try_from(link)
             .map_err(|error| failed(&error))
@@ -448,8 +495,7 @@ fn attach_tc(
                 return Ok((program_id(tc, name)?, Some(link)));
             }
             Err(error) => {
-                warn!(interface = port.name, hook = hook.name(), %error, "the pinned link cannot be updated; for a moment nothing is attached");
-                pins.remove_link(hook, port.index)?;
+                gap = Some(Gap::open(pins, port, hook, &error)?);
             }
         }
     }
@@ -466,6 +512,9 @@ fn attach_tc(
     let id = tc
         .attach_with_options(&port.name, direction, options)
         .map_err(|error| failed(&error))?;
+    if let Some(gap) = gap {
+        gap.close(port);
+    }
     let link = tc.take_link(id).map_err(|error| failed(&error))?;
     let link = FdLink::try_from(link).map_err(|error| failed(&error))?;
     let link = link
@@ -616,7 +665,10 @@ fn tcx_programs(
         .collect())
 }
 
-fn typed<'a, P>(object: &'a mut Ebpf, name: &'static str) -> Result<&'a mut P, DataplaneError>
+pub(super) fn typed<'a, P>(
+    object: &'a mut Ebpf,
+    name: &'static str,
+) -> Result<&'a mut P, DataplaneError>
 where
     &'a mut P: TryFrom<&'a mut aya::programs::Program, Error = ProgramError>,
 {
@@ -653,7 +705,7 @@ impl HasInfo for SchedClassifier {
     }
 }
 
-fn load_error(what: &'static str, error: &ProgramError) -> DataplaneError {
+pub(super) fn load_error(what: &'static str, error: &ProgramError) -> DataplaneError {
     DataplaneError::Load {
         what,
         reason: chain(error),
@@ -716,5 +768,48 @@ fn words(port: &Interface, errno: Option<i32>, text: &str) -> NotNative {
         reason: format!("{hint} ({text})"),
         may_fall: true,
         foreign: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::io::Errno;
+
+    use super::*;
+
+    fn port() -> Interface {
+        Interface {
+            name: "eth1".to_owned(),
+            mtu: 9000,
+            rx_queues: 8,
+            ..Interface::default()
+        }
+    }
+
+    /// What drivers say, in the words of their users' reports: virtio_net, ENA, mlx5, veth, those without XDP.
+    #[test]
+    fn every_errno_of_a_driver_leads_to_tc_with_its_remedy() {
+        let remedies = [
+            (Errno::OPNOTSUPP, "no XDP"),
+            (Errno::RANGE, "ip link set dev eth1 mtu 1500"),
+            (Errno::INVAL, "ethtool -K eth1 lro off"),
+            (Errno::INVAL, "MTU 9000, 8 receive queues"),
+            (Errno::INVAL, "ethtool -L eth1 combined N"),
+            (Errno::NOMEM, "ethtool -L eth1 combined N"),
+            (Errno::NOSPC, "ethtool -L eth1 combined N"),
+            (Errno::BUSY, "busy"),
+        ];
+        for (errno, remedy) in remedies {
+            let told = words(&port(), Some(errno.raw_os_error()), "as the kernel said it");
+            assert!(told.may_fall, "{errno}");
+            assert!(told.reason.contains(remedy), "{errno}: {}", told.reason);
+            assert!(told.reason.ends_with("(as the kernel said it)"));
+        }
+        // No step of the ladder: TC would not be allowed either.
+        for errno in [Some(Errno::PERM.raw_os_error()), None] {
+            let told = words(&port(), errno, "as the kernel said it");
+            assert!(!told.may_fall, "{errno:?}");
+            assert_eq!(told.reason, "as the kernel said it");
+        }
     }
 }

@@ -11,6 +11,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use aya::maps::{Array, HashMap, MapData};
+use lb_common::events::{BY_AGENT, Ending};
 use lb_common::packet::{TCP_RST, TcpHeader, protocol};
 use lb_common::{
     BACKEND_ALIVE, Backend, FLOW_ELSEWHERE, FORWARD, Flow, FlowKey, MAX_UPLINKS, PEER_REFLECTS,
@@ -19,10 +20,10 @@ use lb_common::{
 use socket2::{Domain, Socket, Type};
 use tracing::debug;
 
-use super::DataplaneError;
 use super::maps::{pinned, uplinks};
 use super::pins::layout_dir;
 use super::read::Reader;
+use super::{DataplaneError, boot_time, nanoseconds};
 use crate::interfaces::Host;
 use crate::packet::{ip_header, transport_checksum};
 
@@ -42,8 +43,9 @@ pub(super) enum Which<'a> {
     All,
 }
 
-/// Ends flows of the data plane below `root`: takes them out of the tables, and resets client and pod. How many.
-pub(super) fn end(root: &Path, which: &Which<'_>) -> Result<usize, DataplaneError> {
+/// Ends flows of the data plane below `root`: takes them out of the tables, and resets client and pod. Returns what they
+/// were.
+pub(super) fn end(root: &Path, which: &Which<'_>) -> Result<Vec<Ending>, DataplaneError> {
     let dir = layout_dir(root);
     let mut living: HashMap<MapData, FlowKey, Flow> = pinned(&dir, map::LIVING)?;
     let mut replies: HashMap<MapData, FlowKey, Flow> = pinned(&dir, map::LIVING_REPLY)?;
@@ -95,6 +97,7 @@ pub(super) fn end(root: &Path, which: &Which<'_>) -> Result<usize, DataplaneErro
     }
     let mut resets = Resets::default();
     let mut told: HashSet<FlowKey> = HashSet::new();
+    let mut ended = Vec::new();
     for (key, flow) in over {
         if !told.insert(key) {
             continue;
@@ -103,10 +106,14 @@ pub(super) fn end(root: &Path, which: &Which<'_>) -> Result<usize, DataplaneErro
         let reply = replies.get(&reply_key, 0);
         // The reply entry first, as the programs do; what is not there any more need not be removed.
         let _ = replies.remove(&reply_key);
-        let _ = living.remove(&key);
+        let lived = living.remove(&key).is_ok();
         let _ = young.remove(&key);
         let at = |addr: lb_common::Addr, port| SocketAddr::new(addr.into(), port);
         let (client, vip) = (at(key.client, key.client_port), at(key.addr, key.port));
+        // Or a program was faster, and has told of it.
+        if lived || flow.state & FLOW_ELSEWHERE != 0 {
+            ended.push(ending(&key, &flow, reply.as_ref().ok()));
+        }
         // The pod first. A client that has received more meanwhile asks back (RFC 5961 section 3.2), and it is the pod that
         // answers: with a reset only once it has its own, while after its answer nobody would tell the client any more.
         if let Ok(reply) = reply {
@@ -118,12 +125,32 @@ pub(super) fn end(root: &Path, which: &Which<'_>) -> Result<usize, DataplaneErro
             std::thread::sleep(PAUSE);
         }
     }
-    Ok(told.len())
+    Ok(ended)
+}
+
+/// The record of a flow whose backend is gone.
+fn ending(key: &FlowKey, flow: &Flow, reply: Option<&Flow>) -> Ending {
+    Ending {
+        at: nanoseconds(boot_time()),
+        started: flow.started,
+        bytes_in: flow.bytes,
+        bytes_out: reply.map_or(0, |reply| reply.bytes),
+        key: *key,
+        pod: flow.addr,
+        pod_port: flow.port,
+        service: flow.service,
+        backend: flow.backend,
+        by: BY_AGENT,
+        refusal: 0,
+        state: flow.state,
+        uplink: flow.uplink,
+        pad: [0; 4],
+    }
 }
 
 /// As [`end`] for all flows, if the interfaces that are served are those of this network namespace: elsewhere the resets
 /// would go to others.
-pub(super) fn end_all(root: &Path) -> Result<usize, DataplaneError> {
+pub(super) fn end_all(root: &Path) -> Result<(), DataplaneError> {
     let host = Host::read()?;
     let is_here = |row: &Uplink| {
         let own = host.interfaces.get(&row.ifindex);
@@ -131,14 +158,10 @@ pub(super) fn end_all(root: &Path) -> Result<usize, DataplaneError> {
     };
     let rows = uplinks(root);
     let mut used = rows.iter().filter(|row| row.ifindex != 0).peekable();
-    if used.peek().is_none() || !used.all(is_here) {
-        return Ok(0);
-    }
-    let told = end(root, &Which::All)?;
-    if told != 0 {
+    if used.peek().is_some() && used.all(is_here) && !end(root, &Which::All)?.is_empty() {
         std::thread::sleep(ASKED_BACK);
     }
-    Ok(told)
+    Ok(())
 }
 
 /// Sends resets as the other end of a connection would.

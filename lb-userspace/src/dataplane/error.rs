@@ -58,6 +58,18 @@ pub enum DataplaneError {
         /// The other root, where it can be found.
         root: Option<PathBuf>,
     },
+    /// Programs serve from maps that this version cannot read.
+    #[error(
+        "{path} holds state of map layout {version}, which this version (layout {}) cannot take over; its programs serve on: \
+         start a version that can, or end them and their flows with `ironlb unload`",
+        lb_common::LAYOUT_VERSION
+    )]
+    UnknownLayout {
+        /// Where it is pinned.
+        path: PathBuf,
+        /// Its layout.
+        version: u32,
+    },
     /// A file operation below the pin root failed.
     #[error("cannot {action} {path}: {source}")]
     Pins {
@@ -73,6 +85,50 @@ pub enum DataplaneError {
     NotLoaded {
         /// The pin root.
         path: PathBuf,
+    },
+    /// Somebody watches already: a ring has one reader.
+    #[error(
+        "another `ironlb monitor` ({}) watches {path}: end it first",
+        pid.map_or_else(|| "its process id is not visible from here".to_owned(), |pid| format!("process {pid}"))
+    )]
+    Watched {
+        /// The pin root.
+        path: PathBuf,
+        /// Its process id, where it is known.
+        pid: Option<u32>,
+    },
+    /// What is pinned was made by a version with another map layout.
+    #[error(
+        "what is loaded at {path} has the map layout {}, this version reads v{}: use the `ironlb` that its agent is of, or \
+         end it with `ironlb unload` and start this version's agent",
+        others.iter().map(|other| format!("v{other}")).collect::<Vec<_>>().join(", "),
+        lb_common::LAYOUT_VERSION
+    )]
+    OtherLayout {
+        /// The pin root.
+        path: PathBuf,
+        /// The layouts that are there.
+        others: Vec<u32>,
+    },
+    /// Some maps have lost their pins.
+    #[error(
+        "maps are missing at {path} ({missing}): an agent that runs pins them again within two seconds; else start one"
+    )]
+    Incomplete {
+        /// The pin root.
+        path: PathBuf,
+        /// The maps.
+        missing: String,
+    },
+    /// The kernel did not run a program on a packet.
+    #[error("the kernel does not run `{program}` on a frame of {length} bytes: {reason}")]
+    Run {
+        /// The program.
+        program: &'static str,
+        /// Length of the frame.
+        length: usize,
+        /// Why.
+        reason: String,
     },
     /// A map operation failed.
     #[error("cannot {action} the map `{map}`: {}", chain(source))]
@@ -157,7 +213,7 @@ pub enum DataplaneError {
 }
 
 impl DataplaneError {
-    pub(super) fn pins(action: &'static str, path: &Path, source: io::Error) -> Self {
+    pub(crate) fn pins(action: &'static str, path: &Path, source: io::Error) -> Self {
         Self::Pins {
             action,
             path: path.to_owned(),

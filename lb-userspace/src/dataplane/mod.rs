@@ -6,10 +6,14 @@
 mod attach;
 mod endings;
 mod error;
+mod former;
 mod maps;
 mod pins;
 pub mod read;
 mod rows;
+pub mod shadow;
+pub mod told;
+pub mod trace;
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::io;
@@ -28,11 +32,13 @@ use rustix::time::{ClockId, clock_getres, clock_gettime};
 use tracing::{info, warn};
 
 use crate::desired::{Announce, Bypass, UplinkSelector, UplinkSpec};
+use crate::ended::Teller;
 use crate::interfaces::{self, Host, Interface, Place};
 use crate::peers::Link;
 use crate::tables::{PeerRow, TableSet};
 use attach::{Attacher, Loader, Target};
 use endings::Which;
+use former::Former;
 use maps::Maps;
 use pins::Pins;
 use rows::{Input, Leaving, NO_UPLINK, Rows, Write};
@@ -168,6 +174,8 @@ pub struct Dataplane {
     /// Kernel ticks a second.
     ticks: u32,
     held: Held,
+    /// What serves until the first [`Self::attach`].
+    former: Option<Former>,
     attacher: Attacher,
     served: Vec<Served>,
     /// The last [`Self::attach`] could not say where everything is: VIPs stay where they are.
@@ -175,6 +183,8 @@ pub struct Dataplane {
     leaving: Leaving,
     /// What [`Self::apply`] was last given.
     tables: Option<TableSet>,
+    /// Who records the flows that are ended with their backends.
+    recorder: Option<Teller>,
 }
 
 /// The maps with a copy of what they hold.
@@ -194,9 +204,17 @@ impl std::fmt::Debug for Held {
 
 impl Held {
     /// Checks what is pinned, makes what is missing, and says in `control` whose it is now.
-    fn open(pins: &Pins, options: &Options, ticks: u32) -> Result<Self, DataplaneError> {
+    fn open(
+        pins: &Pins,
+        options: &Options,
+        ticks: u32,
+        former: Option<&Former>,
+    ) -> Result<Self, DataplaneError> {
         maps::check(&pins.dir(), options)?;
         Loader::new(pins, options, &ticks).load(0)?;
+        if let Some(former) = former {
+            former.copy_rows(&pins.dir())?;
+        }
         let maps = Maps::open(&pins.dir())?;
         let rows = maps.rows()?;
         let all = maps::all(&pins.dir())?;
@@ -268,16 +286,13 @@ struct Wanted<'a> {
 impl Dataplane {
     /// Takes the lock, checks what is pinned and makes what is missing. Attaches nothing.
     pub fn open(options: &Options) -> Result<Self, DataplaneError> {
-        // Below Linux 5.11 maps count against this limit; where it may not be raised, making them will tell.
-        let unlimited = rustix::process::Rlimit {
-            current: None,
-            maximum: None,
-        };
-        let _ = rustix::process::setrlimit(rustix::process::Resource::Memlock, unlimited);
+        raise_memlock();
         let pins = Pins::open(&options.bpffs)?;
         let ticks = ticks_per_second();
+        let former = Former::find(&options.bpffs)?;
         Ok(Self {
-            held: Held::open(&pins, options, ticks)?,
+            held: Held::open(&pins, options, ticks, former.as_ref())?,
+            former,
             options: options.clone(),
             pins,
             ticks,
@@ -286,7 +301,13 @@ impl Dataplane {
             incomplete: true,
             leaving: Leaving::new(),
             tables: None,
+            recorder: None,
         })
+    }
+
+    /// From now on, tells of the flows that are ended with their backends.
+    pub fn tell_of_endings(&mut self, recorder: Teller) {
+        self.recorder = Some(recorder);
     }
 
     /// Whether all is pinned that goes on serving when this process ends.
@@ -354,8 +375,12 @@ impl Dataplane {
             ticks,
             held,
             attacher,
+            former,
             ..
         } = self;
+        if let Some(former) = former {
+            former.begin(pins)?;
+        }
         let mut loader = None;
         let mut served = Vec::new();
         for want in wanted.values() {
@@ -422,6 +447,10 @@ impl Dataplane {
             return Err(error);
         }
         self.remove_others(&keep)?;
+        if let Some(former) = &mut self.former {
+            former.finish(&self.pins)?;
+            self.former = None;
+        }
         Ok(report)
     }
 
@@ -561,8 +590,13 @@ impl Dataplane {
     /// Ends the flows of backends that are gone, and of these. Without it the programs refuse what clients send.
     fn end_flows(&self, going: &HashSet<u16>) {
         match endings::end(&self.options.bpffs, &Which::Gone(going)) {
-            Ok(0) => {}
-            Ok(count) => info!("{count} flows ended with their backends"),
+            Ok(ended) if ended.is_empty() => {}
+            Ok(ended) => {
+                info!("{} flows ended with their backends", ended.len());
+                if let Some(recorder) = &self.recorder {
+                    ended.into_iter().for_each(|ending| recorder.tell(ending));
+                }
+            }
             Err(error) => warn!("cannot end the flows of backends that are gone: {error}"),
         }
     }
@@ -767,6 +801,15 @@ where
     T: TryFrom<Map, Error = MapError>,
 {
     maps::pinned(&pins::layout_dir(root), name)
+}
+
+/// Below Linux 5.11 maps count against this limit; where it may not be raised, making them will tell.
+fn raise_memlock() {
+    let unlimited = rustix::process::Rlimit {
+        current: None,
+        maximum: None,
+    };
+    let _ = rustix::process::setrlimit(rustix::process::Resource::Memlock, unlimited);
 }
 
 /// `CLOCK_BOOTTIME`.

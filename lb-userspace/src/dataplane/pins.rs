@@ -144,13 +144,18 @@ pub(crate) fn missing(root: &Path) -> Vec<&'static str> {
     all.filter(|name| !dir.join(name).exists()).collect()
 }
 
-fn link_name(hook: Hook, ifindex: u32) -> String {
+pub(super) fn link_name(hook: Hook, ifindex: u32) -> String {
     format!("{}-{ifindex}", hook.name())
 }
 
 /// Where the maps of this layout are below a root.
 pub(super) fn layout_dir(root: &Path) -> PathBuf {
-    root.join(format!("v{LAYOUT_VERSION}"))
+    dir_of(root, LAYOUT_VERSION)
+}
+
+/// Where the maps of a layout are below a root.
+pub(super) fn dir_of(root: &Path, layout: u32) -> PathBuf {
+    root.join(format!("v{layout}"))
 }
 
 /// The pinned links below a layout directory.
@@ -271,6 +276,38 @@ fn entries(dir: &Path) -> Result<Vec<PathBuf>, DataplaneError> {
         .collect()
 }
 
+/// Removes a layout's links and maps; tells of the maps.
+pub(super) fn remove_layout(
+    dir: &Path,
+    removed: &mut dyn FnMut(&str),
+) -> Result<(), DataplaneError> {
+    let remove = |path: &Path| {
+        fs::remove_file(path).map_err(|error| DataplaneError::pins("remove", path, error))
+    };
+    let remove_dir = |path: &Path| match fs::remove_dir(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed.map_err(|error| DataplaneError::pins("remove", path, error)),
+    };
+    // Forward paths end before reply paths, so that no new flow starts whose replies nobody rewrites.
+    let mut pins = entries(&dir.join("links"))?;
+    pins.sort_by_key(|path| {
+        path.file_name()
+            .is_some_and(|n| n.as_encoded_bytes().starts_with(b"egress"))
+    });
+    for pin in pins {
+        remove(&pin)?;
+    }
+    remove_dir(&dir.join("links"))?;
+    for pin in entries(dir)? {
+        let name = pin.file_name().unwrap_or_default().to_string_lossy();
+        if map::ALL.contains(&&*name) {
+            removed(&name);
+        }
+        remove(&pin)?;
+    }
+    remove_dir(dir)
+}
+
 /// Removes everything of ours below the root, the root included. Takes the lock unless `held` has it.
 pub(super) fn remove_all(root: &Path, held: Option<Pins>) -> Result<UnloadReport, DataplaneError> {
     let mut report = UnloadReport::default();
@@ -281,13 +318,6 @@ pub(super) fn remove_all(root: &Path, held: Option<Pins>) -> Result<UnloadReport
     let _lock = match held {
         Some(Pins { lock, .. }) => lock,
         None => lock(root)?,
-    };
-    let remove = |path: &Path| {
-        fs::remove_file(path).map_err(|error| DataplaneError::pins("remove", path, error))
-    };
-    let remove_dir = |path: &Path| match fs::remove_dir(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        removed => removed.map_err(|error| DataplaneError::pins("remove", path, error)),
     };
     // Whoever downloads learns that it is over. It is no reason to leave anything loaded if that fails.
     if let Err(error) = endings::end_all(root) {
@@ -308,23 +338,7 @@ pub(super) fn remove_all(root: &Path, held: Option<Pins>) -> Result<UnloadReport
                 .links
                 .push(format!("{}-{ifindex}{interface}", hook.name()));
         }
-        // Forward paths end before reply paths, so that no new flow starts whose replies nobody rewrites.
-        let mut pins = entries(&dir.join("links"))?;
-        pins.sort_by_key(|path| {
-            path.file_name()
-                .is_some_and(|n| n.as_encoded_bytes().starts_with(b"egress"))
-        });
-        for pin in pins {
-            remove(&pin)?;
-        }
-        remove_dir(&dir.join("links"))?;
-        for pin in entries(&dir)? {
-            let name = pin.file_name().unwrap_or_default().to_string_lossy();
-            let is_ours = map::ALL.contains(&&*name);
-            report.maps.extend(is_ours.then(|| name.into_owned()));
-            remove(&pin)?;
-        }
-        remove_dir(&dir)?;
+        remove_layout(&dir, &mut |map| report.maps.push(map.to_owned()))?;
     }
     report.maps.sort_unstable();
     // The root may be a mount point or hold somebody else's pins; then it stays.

@@ -20,6 +20,7 @@ use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 
 use super::maps::{self, pinned};
+use super::told::NotTold;
 use super::{AttachedMode, DataplaneError, boot_time, nanoseconds, pins, ticks_per_second};
 
 /// An attachment.
@@ -664,6 +665,11 @@ impl Reader {
         Verdict::ALL.iter().map(view).collect()
     }
 
+    /// How many events and endings have reached nobody.
+    pub fn not_told(&self) -> Result<NotTold, DataplaneError> {
+        NotTold::read(&self.root)
+    }
+
     /// The state as a whole.
     pub fn control(&self) -> Result<ControlView, DataplaneError> {
         let control: Control = self.first(map::CONTROL)?;
@@ -684,14 +690,19 @@ impl Reader {
         })
     }
 
-    fn first<V: aya::Pod>(&self, name: &'static str) -> Result<V, DataplaneError> {
+    /// Where the maps are.
+    pub(super) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    pub(super) fn first<V: aya::Pod>(&self, name: &'static str) -> Result<V, DataplaneError> {
         let array: Array<MapData, V> = pinned(&self.dir, name)?;
         array
             .get(&0, 0)
             .map_err(|source| DataplaneError::map("read", name, source))
     }
 
-    fn array<V: aya::Pod>(&self, name: &'static str) -> Result<Vec<V>, DataplaneError> {
+    pub(super) fn array<V: aya::Pod>(&self, name: &'static str) -> Result<Vec<V>, DataplaneError> {
         let array: Array<MapData, V> = pinned(&self.dir, name)?;
         array
             .iter()
@@ -701,7 +712,7 @@ impl Reader {
 
     /// All entries of a hash, each once. A key that is removed under the iterator sends it back to the
     /// start, so it may never end under churn: it gets as many steps as twice the map has room for.
-    fn hash<K, V>(&self, name: &'static str) -> Result<Vec<(K, V)>, DataplaneError>
+    pub(super) fn hash<K, V>(&self, name: &'static str) -> Result<Vec<(K, V)>, DataplaneError>
     where
         K: aya::Pod + Eq + std::hash::Hash,
         V: aya::Pod,
@@ -776,14 +787,14 @@ impl FlowFilter {
 }
 
 /// What the times in the maps are relative to.
-struct Clock {
+pub(super) struct Clock {
     boot_time: u64,
     jiffies: u64,
     ticks: u64,
 }
 
 impl Clock {
-    fn now() -> Self {
+    pub(super) fn now() -> Self {
         let ticks = u64::from(ticks_per_second());
         // `jiffies_64` starts five minutes before the 32-bit counter wraps (INITIAL_JIFFIES) and goes on
         // with CLOCK_MONOTONIC.
@@ -798,16 +809,21 @@ impl Clock {
         }
     }
 
+    /// The same with what the kernel's count of ticks was a moment ago: it may be some tenths of a second behind the clock.
+    pub(super) fn with_jiffies(self, jiffies: u64) -> Self {
+        Self { jiffies, ..self }
+    }
+
     /// Seconds since a boot time, of a row that has one.
     fn seconds_since(&self, time: u64) -> Option<f64> {
         (time != 0).then(|| self.since_boot_time(time))
     }
 
-    fn since_boot_time(&self, nanoseconds: u64) -> f64 {
+    pub(super) fn since_boot_time(&self, nanoseconds: u64) -> f64 {
         self.boot_time.saturating_sub(nanoseconds) as f64 / 1e9
     }
 
-    fn since_jiffies(&self, jiffies: u64) -> f64 {
+    pub(super) fn since_jiffies(&self, jiffies: u64) -> f64 {
         self.jiffies.saturating_sub(jiffies) as f64 / self.ticks as f64
     }
 }
@@ -825,7 +841,7 @@ fn state(map_name: &str, flow: &Flow) -> FlowState {
 }
 
 /// The ranges of a list.
-fn ranges(sources: &BTreeSet<(u32, Source)>, list: u32) -> BTreeSet<IpNet> {
+pub(super) fn ranges(sources: &BTreeSet<(u32, Source)>, list: u32) -> BTreeSet<IpNet> {
     let of_list = sources
         .iter()
         .filter(|(_, source)| u32::from(source.list) == list);
@@ -836,17 +852,17 @@ fn ranges(sources: &BTreeSet<(u32, Source)>, list: u32) -> BTreeSet<IpNet> {
     range.collect()
 }
 
-fn interface(uplinks: &[Uplink], slot: u32) -> String {
+pub(super) fn interface(uplinks: &[Uplink], slot: u32) -> String {
     uplinks
         .get(slot as usize)
         .map_or_else(String::new, |uplink| from_name(&uplink.name))
 }
 
-fn mac([a, b, c, d, e, f]: &[u8; 6]) -> String {
+pub(super) fn mac([a, b, c, d, e, f]: &[u8; 6]) -> String {
     format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}")
 }
 
-fn pass(pass: &Pass) -> Option<String> {
+pub(super) fn pass(pass: &Pass) -> Option<String> {
     let protocol = match pass.protocol {
         0 => return None,
         1 => "icmp".to_owned(),

@@ -1,8 +1,9 @@
-//! Who answers for the VIPs: asked by ARP probes (RFC 5227), which claim nothing and change nobody's table.
+//! Who answers for the VIPs: asked by ARP probes (RFC 5227), which claim nothing and change nobody's table, and by neighbor
+//! solicitations (RFC 4861), of which hosts learn no more than this node's own address.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read as _};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv6Addr};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -17,9 +18,9 @@ use crate::dataplane::AttachedMode;
 use crate::dataplane::read::Reader;
 use crate::desired::Announce;
 use crate::interfaces::{Host, in_subnet};
-use crate::packet::{self, Arp};
+use crate::packet::{self, Arp, neighbor};
 
-/// Probes for an address.
+/// Questions for an address.
 const PROBES: u32 = 3;
 /// How long answers to each are waited for.
 const WAIT: Duration = Duration::from_millis(330);
@@ -29,7 +30,7 @@ const WATCH: Duration = Duration::from_millis(150);
 type Mac = [u8; 6];
 
 /// Who answered for an address.
-type Answers = BTreeMap<Ipv4Addr, BTreeSet<Mac>>;
+type Answers = BTreeMap<IpAddr, BTreeSet<Mac>>;
 
 /// Whose MACs are known.
 #[derive(Clone, Debug, Default)]
@@ -62,28 +63,38 @@ pub(super) fn look(
     };
     let own = host.own();
     let others = subject.peers.iter().filter(|peer| !own.contains(peer));
-    let others: Vec<Ipv4Addr> = others.filter_map(v4).collect();
+    let others: Vec<IpAddr> = others.copied().collect();
     let mut findings = Vec::new();
-    let mut heard: BTreeMap<Ipv4Addr, Heard> = BTreeMap::new();
+    let mut heard: BTreeMap<IpAddr, Heard> = BTreeMap::new();
     for port in ports {
         let name = &port.interface.name;
-        let vips = subject.vips.iter().filter(|vip| {
-            subnet_of(vip.address, host, port).is_some() && v4(&vip.address).is_some()
-        });
-        let vips: Vec<Ipv4Addr> = vips.filter_map(|vip| v4(&vip.address)).collect();
+        let vips = subject.vips.iter().map(|vip| vip.address);
+        let vips: Vec<IpAddr> = vips
+            .filter(|vip| subnet_of(*vip, host, port).is_some())
+            .collect();
+        let asker = asker(host, port);
+        let (vips, unheard): (Vec<_>, Vec<_>) = vips
+            .into_iter()
+            .partition(|vip| vip.is_ipv4() || asker.is_some());
+        if !unheard.is_empty() {
+            let found = format!(
+                "nobody can be asked who answers for {}: this node has no link-local address there",
+                list(unheard)
+            );
+            findings.push(Finding::skipped(Check::VipConflict, name, found));
+        }
         if vips.is_empty() {
             continue;
         }
-        let on_link = |peer: &&Ipv4Addr| {
+        let on_link = |peer: &&IpAddr| {
             let mut own = host.addresses.iter();
             own.any(|own| {
-                own.index == port.device.index
-                    && in_subnet((**peer).into(), own.address, own.prefix)
+                own.index == port.device.index && in_subnet(**peer, own.address, own.prefix)
             })
         };
         let peers = others.iter().filter(on_link);
         let targets: Vec<_> = vips.iter().chain(peers).copied().collect();
-        match ask(port, &targets, PROBES, WAIT) {
+        match ask(port, asker, &targets, PROBES, WAIT) {
             Ok(answers) => {
                 for (address, macs) in answers {
                     if others.contains(&address) {
@@ -98,7 +109,7 @@ pub(super) fn look(
                     }
                 }
                 for vip in &vips {
-                    let hidden = is_claimed_unheard(port, *vip, bpffs);
+                    let hidden = is_claimed_unheard(port, asker, *vip, bpffs);
                     heard.entry(*vip).or_default().hidden |= hidden;
                 }
             }
@@ -112,14 +123,8 @@ pub(super) fn look(
             )),
         }
     }
-    let v6 = subject.vips.iter().filter(|vip| vip.address.is_ipv6());
-    findings.extend(v6.map(|vip| {
-        let found = "nobody is asked who answers for an IPv6 address";
-        Finding::skipped(Check::VipConflict, vip.address, found)
-    }));
     let views = pinned.map_or(&[][..], |pinned| &pinned.vips);
     for (address, mut heard) in heard {
-        let address = IpAddr::from(address);
         let view = views.iter().find(|view| view.address == address);
         heard.announces = view.is_some_and(|view| view.answering);
         let vip = subject.vips.iter().find(|vip| vip.address == address);
@@ -128,11 +133,15 @@ pub(super) fn look(
     findings
 }
 
-fn v4(address: &IpAddr) -> Option<Ipv4Addr> {
-    match address {
-        IpAddr::V4(address) => Some(*address),
-        IpAddr::V6(_) => None,
-    }
+/// The address that this node asks others for theirs from: a link-local one is enough, and never a VIP.
+fn asker(host: &Host, port: &Port) -> Option<Ipv6Addr> {
+    let own = host.addresses.iter();
+    let own = own.filter(|own| own.index == port.device.index);
+    let mut own = own.filter_map(|own| match own.address {
+        IpAddr::V6(address) => Some(address),
+        IpAddr::V4(_) => None,
+    });
+    own.find(Ipv6Addr::is_unicast_link_local)
 }
 
 /// Peers as the maps know them.
@@ -151,8 +160,14 @@ fn parse(text: &str) -> Option<Mac> {
 }
 
 /// Asks for all addresses `rounds` times, and listens for `wait` after each.
-fn ask(port: &Port, targets: &[Ipv4Addr], rounds: u32, wait: Duration) -> io::Result<Answers> {
-    let socket = packet::arp_listener(port.interface.index)?;
+fn ask(
+    port: &Port,
+    asker: Option<Ipv6Addr>,
+    targets: &[IpAddr],
+    rounds: u32,
+    wait: Duration,
+) -> io::Result<Answers> {
+    let socket = packet::claim_listener(port.interface.index)?;
     let mac = port.device.mac.or(port.interface.mac);
     let mac = mac.ok_or_else(|| io::Error::other("it has no MAC"))?;
     let vlan = port.uplink.vlan;
@@ -160,7 +175,12 @@ fn ask(port: &Port, targets: &[Ipv4Addr], rounds: u32, wait: Duration) -> io::Re
     let mut frame = [0; 128];
     for _ in 0..rounds {
         for target in targets {
-            socket.send(&Arp::probe(mac, *target).broadcast(vlan))?;
+            let question = match (target, asker) {
+                (IpAddr::V4(target), _) => Arp::probe(mac, *target).broadcast(vlan),
+                (IpAddr::V6(target), Some(own)) => neighbor::solicitation(mac, own, *target, vlan),
+                (IpAddr::V6(_), None) => continue,
+            };
+            socket.send(&question)?;
         }
         let end = Instant::now() + wait;
         while let Some(left) = end.checked_duration_since(Instant::now()) {
@@ -168,13 +188,9 @@ fn ask(port: &Port, targets: &[Ipv4Addr], rounds: u32, wait: Duration) -> io::Re
             socket.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
             match (&socket).read(&mut frame) {
                 Ok(length) => {
-                    let said = Arp::parse(&frame[..length], vlan);
-                    let said = said.filter(|said| targets.contains(&said.sender));
-                    if let Some(said) = said {
-                        answers
-                            .entry(said.sender)
-                            .or_default()
-                            .insert(said.sender_mac);
+                    let said = claim(&frame[..length], vlan);
+                    if let Some((address, mac)) = said.filter(|said| targets.contains(&said.0)) {
+                        answers.entry(address).or_default().insert(mac);
                     }
                 }
                 Err(error)
@@ -189,11 +205,21 @@ fn ask(port: &Port, targets: &[Ipv4Addr], rounds: u32, wait: Duration) -> io::Re
     Ok(answers)
 }
 
+/// Which address a frame says that its sender has, and with which MAC.
+fn claim(frame: &[u8], vlan: Option<u16>) -> Option<(IpAddr, Mac)> {
+    let arp = Arp::parse(frame, vlan).map(|said| (said.sender.into(), said.sender_mac));
+    arp.or_else(|| neighbor::advertised(frame, vlan).map(|(address, mac)| (address.into(), mac)))
+}
+
 /// Whether the program on a natively attached uplink counts a claim of a VIP when it is asked for.
-fn is_claimed_unheard(port: &Port, vip: Ipv4Addr, bpffs: &Path) -> bool {
+fn is_claimed_unheard(port: &Port, asker: Option<Ipv6Addr>, vip: IpAddr, bpffs: &Path) -> bool {
+    let verdict = match vip {
+        IpAddr::V4(_) => Verdict::DroppedArpClaim,
+        IpAddr::V6(_) => Verdict::DroppedNdClaim,
+    };
     let claims = || -> Option<u64> {
         let verdicts = Reader::open(bpffs).ok()?.verdicts().ok()?;
-        let name = Verdict::DroppedArpClaim.name();
+        let name = verdict.name();
         let claims = verdicts.iter().find(|verdict| verdict.verdict == name)?;
         Some(claims.packets)
     };
@@ -201,7 +227,7 @@ fn is_claimed_unheard(port: &Port, vip: Ipv4Addr, bpffs: &Path) -> bool {
         return false;
     }
     let before = claims();
-    ask(port, &[vip], 1, WATCH).is_ok() && claims() > before
+    ask(port, asker, &[vip], 1, WATCH).is_ok() && claims() > before
 }
 
 fn judge(vip: &Vip, heard: &Heard, known: &Known) -> Finding {
@@ -265,7 +291,14 @@ fn judge(vip: &Vip, heard: &Heard, known: &Known) -> Finding {
             check,
             address,
             "somebody else answers for it; the native program consumes the answers, so the MAC is not seen from here",
-            format!("from another machine of the segment: arping -D -I INTERFACE {address}"),
+            match address {
+                IpAddr::V4(_) => {
+                    format!("from another machine of the segment: arping -D -I INTERFACE {address}")
+                }
+                IpAddr::V6(_) => {
+                    format!("from another machine of the segment: ndisc6 -m {address} INTERFACE")
+                }
+            },
         );
     }
     let peers = answers.iter().filter_map(|mac| known.peers.get(mac));
@@ -358,22 +391,23 @@ mod tests {
 
     #[test]
     fn claims_that_a_native_program_keeps_to_itself_are_an_error() {
-        let vip = Vip {
-            address: [172, 22, 0, 2].into(),
-            announce: Announce::Always,
-        };
-        let heard = Heard {
-            hidden: true,
-            announces: true,
-            ..Heard::default()
-        };
-        let found = judge(&vip, &heard, &Known::default());
-        assert_eq!(found.status, Status::Error);
-        assert!(
-            found
-                .remedy
-                .is_some_and(|remedy| remedy.contains("arping -D"))
-        );
+        for (address, tool) in [
+            ([172, 22, 0, 2].into(), "arping -D"),
+            ("fd00:22::2".parse().expect("valid"), "ndisc6 -m fd00:22::2"),
+        ] {
+            let vip = Vip {
+                address,
+                announce: Announce::Always,
+            };
+            let heard = Heard {
+                hidden: true,
+                announces: true,
+                ..Heard::default()
+            };
+            let found = judge(&vip, &heard, &Known::default());
+            assert_eq!(found.status, Status::Error);
+            assert!(found.remedy.is_some_and(|remedy| remedy.contains(tool)));
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! `ironlb doctor`: what of this node would keep ironlb from serving, or will bite. A module per concern; each gathers
 //! facts and judges them in a pure function, so that every judgement has its test. Nothing on the node is changed; all
-//! that leaves it are ARP probes.
+//! that leaves it are questions who has a VIP.
 
 mod backends;
 mod conflict;
@@ -207,7 +207,7 @@ pub struct Options {
     pub kubernetes: bool,
     /// Root of the pins.
     pub bpffs: PathBuf,
-    /// Ask by ARP who answers for the VIPs.
+    /// Ask by ARP and neighbor solicitations who answers for the VIPs.
     pub probe: bool,
 }
 

@@ -19,6 +19,7 @@ use crate::dataplane::read::{
     BackendView, ControlView, FlowCounts, PeerView, PortView, Reader, TrafficView, UplinkView,
     VerdictView, VipView,
 };
+use crate::dataplane::told::NotTold;
 use crate::dataplane::{AttachedMode, DataplaneError};
 use crate::kubernetes::LATENCY_BUCKETS_MS;
 use crate::observed::{Followed, Measured, Snapshot};
@@ -37,6 +38,7 @@ pub(super) struct Views {
     vips: Vec<VipView>,
     peers: Vec<PeerView>,
     ports: Vec<PortView>,
+    not_told: NotTold,
 }
 
 impl Views {
@@ -50,6 +52,7 @@ impl Views {
             vips: reader.vips()?,
             peers: reader.peers()?,
             ports: reader.ports()?,
+            not_told: reader.not_told()?,
         })
     }
 }
@@ -66,6 +69,7 @@ pub(super) fn render(
         write,
         map_writes,
         health_changes,
+        flows_ended,
     } = measured.clone();
     registry.register("plan_duration_seconds", "Time to plan the tables", plan);
     registry.register(
@@ -78,6 +82,11 @@ pub(super) fn render(
         "health_check_changes",
         "Changes of a backend's health",
         health_changes,
+    );
+    registry.register(
+        "flows_ended",
+        "Living flows that have ended, by who ended them, since the agent's start",
+        flows_ended,
     );
     registry.register_collector(Box::new(Scrape { views, snapshot }));
     let mut text = String::new();
@@ -204,6 +213,7 @@ impl Scrape {
             vips,
             peers: _,
             ports: _,
+            not_told,
         } = &self.views;
         out.counters(
             "packets",
@@ -233,6 +243,11 @@ impl Scrape {
             "flow_table_full",
             "Whether new flows are refused because the living table has no room",
             f64::from(control.living_full),
+        )?;
+        out.counters(
+            "endings_lost",
+            "Ended flows that the agent did not hear of, because it was away for long",
+            [(Vec::new(), not_told.endings_lost)],
         )?;
         out.gauges(
             "uplink_attached",
@@ -595,6 +610,11 @@ mod tests {
                 living_capacity: 131_072,
                 young_capacity: 65_536,
                 layout_version: 1,
+            },
+            not_told: NotTold {
+                suppressed: 1,
+                lost: 2,
+                endings_lost: 3,
             },
             flows: FlowCounts {
                 living: 7,

@@ -133,7 +133,7 @@ impl Directory {
                 Ok(()) => String::new(),
                 Err(error) => format!(
                     "cannot write {}: {error}; an agent that starts while the Kubernetes API is away \
-                     will not take part in elections (--state-dir)",
+                     will not take part in elections (--run-dir)",
                     self.file.display()
                 ),
             };

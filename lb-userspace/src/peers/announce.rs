@@ -50,12 +50,6 @@ pub(super) fn frames(mac: [u8; 6], vlan: Option<u16>, vip: IpAddr) -> Vec<Vec<u8
         .to_vec()
 }
 
-/// The group in which everybody asks who looks for an address (RFC 4291 section 2.7.1).
-pub(super) fn solicited_node(vip: Ipv6Addr) -> Ipv6Addr {
-    let [.., a, b] = vip.segments();
-    Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | a & 0xff, b)
-}
-
 /// Membership in groups that questions for VIPs are sent to: a switch that snoops on MLD lets them through then, and so
 /// does the NIC.
 #[derive(Debug, Default)]
@@ -281,6 +275,6 @@ mod tests {
         assert_eq!(frame[54..62], [136, 0, frame[56], frame[57], 0x20, 0, 0, 0]);
         assert_eq!(frame[62..78], vip.octets());
         assert_eq!(frame[78..], [2, 1, 2, 0, 0, 0, 0, 1]);
-        assert_eq!(solicited_node(vip).to_string(), "ff02::1:ff00:2");
+        assert_eq!(packet::solicited_node(vip).to_string(), "ff02::1:ff00:2");
     }
 }

@@ -25,6 +25,7 @@ use super::stream::{self, Identity, Owner};
 use super::wire::Key;
 use super::{Command, Counters, Options, View, VipWanted, Wanted, boot_time};
 use crate::desired::Announce;
+use crate::packet;
 
 /// Looks an interval: the time at which a deadline is noticed is uncertain by one part in so many of it.
 const LOOKS: u32 = 8;
@@ -477,7 +478,7 @@ impl Runner {
             let link = wanted.links.iter().find(|link| link.uplink == row.uplink)?;
             match vip {
                 IpAddr::V6(vip) if row.announce != Announce::External => {
-                    Some((link.device, announce::solicited_node(*vip)))
+                    Some((link.device, packet::solicited_node(*vip)))
                 }
                 _ => None,
             }

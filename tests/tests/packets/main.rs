@@ -1,6 +1,7 @@
 //! What the real programs do to packets, one row or dialogue each: packet in, packet out, verdict,
 //! action, entries and counters. Checksums are recomputed from scratch by an independent library.
 
+mod events;
 mod icmp;
 mod odd;
 mod peers;
@@ -335,6 +336,40 @@ fn rewrites_keep_checksums_right_for_odd_lengths_and_extreme_sums() {
             let there = run(&mut engine, name, &frame, Verdict::Forwarded);
             assert_eq!(ends(&there.frame).1, pod);
         }
+    }
+}
+
+/// Against the packet that a host would have sent with these ends, made from scratch by an independent library.
+#[test]
+fn a_rewrite_changes_ends_and_sums_and_no_other_byte() {
+    for name in FORWARD {
+        let (mut engine, pod) = engine_with_a_taken_port(name);
+        let client = (CLIENT, PORT);
+        for (flags, payload) in [
+            (TCP_ACK, &b""[..]),
+            (TCP_ACK, b"x"),
+            (TCP_ACK, &[0xa5; 1460]),
+            (TCP_SYN, b""),
+            (TCP_FIN | TCP_ACK, b"end"),
+        ] {
+            let frame = tcp(client, (VIP, INSTANCE), flags, payload);
+            let there = run(&mut engine, name, &frame, Verdict::Forwarded);
+            assert_eq!(there.frame, tcp(client, pod, flags, payload), "{name}");
+            let frame = tcp(pod, client, TCP_ACK, payload);
+            let back = run(&mut engine, program::EGRESS, &frame, Verdict::Replied);
+            let expected = tcp((VIP, INSTANCE), client, TCP_ACK, payload);
+            assert_eq!(back.frame, expected, "{name}");
+        }
+        // With another client port, too.
+        let syn = to_vip(IMAGES, TCP_SYN);
+        let there = run(&mut engine, name, &syn, Verdict::ForwardedNew);
+        let translated = ends(&there.frame).0;
+        assert_ne!(translated, client);
+        assert_eq!(there.frame, tcp(translated, pod, TCP_SYN, b""), "{name}");
+        let frame = tcp(pod, translated, TCP_SYN | TCP_ACK, b"");
+        let back = run(&mut engine, program::EGRESS, &frame, Verdict::RepliedYoung);
+        let expected = tcp((VIP, IMAGES), client, TCP_SYN | TCP_ACK, b"");
+        assert_eq!(back.frame, expected, "{name}");
     }
 }
 

@@ -14,7 +14,7 @@ fn a_bridge_port_serves_in_spite_of_invalid_drop_and_strict_rp_filter(mode: Mode
         rp_filter: 1,
         ..NodeOptions::default()
     };
-    let builder = mode.builder().image_mib(64).nodes(vec![node]);
+    let builder = mode.builder().image_mib(1024).nodes(vec![node]);
     let scene = Scene::with(mode, builder, |_| {});
     // As kube-proxy programs it: half-seen flows would be cut here.
     let rules = "table inet filter {\n\

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use ironlb_tests::{
-    API_PORT, Agent, Laboratory, Node, NodeOptions, VIP, ironlb, run_with_input, wait_until,
+    API_PORT, Agent, Laboratory, Node, NodeOptions, VIP, VIP6, ironlb, run_with_input, wait_until,
 };
 use serde_json::{Value, json};
 
@@ -14,6 +14,7 @@ use crate::scene::{Mode, Scene, connect, fleet, get, in_both_modes};
 in_both_modes!(
     a_healthy_node_has_no_errors_before_with_and_after_its_agent,
     who_else_answers_for_a_vip_is_found,
+    who_else_answers_for_an_ipv6_vip_is_found,
     a_fleet_knows_its_own_macs_from_a_strangers,
 );
 
@@ -219,6 +220,55 @@ fn who_else_answers_for_a_vip_is_found(mode: Mode) {
         .ip(&format!("addr del {VIP}/32 dev eth0"))
         .expect("address");
     Diagnosis::of(node, &[]).assert_errors(&[]);
+}
+
+fn who_else_answers_for_an_ipv6_vip_is_found(mode: Mode) {
+    let lab = mode.builder().build().expect("laboratory");
+    let mut config = lab.config(mode.name());
+    lab.with_ipv6(&mut config);
+    let node = &lab.nodes[0];
+    let _agent = Agent::start(node, &config).expect("agent");
+    let sound = Diagnosis::of(node, &[]);
+    sound.assert_errors(&[]);
+    let of_vip = |diagnosis: &Diagnosis, status: &str| {
+        let mut findings = diagnosis.findings();
+        let found = findings.find(|f| f["check"] == "vip-conflict" && f["on"] == json!(VIP6));
+        let found = found.unwrap_or_else(|| panic!("nothing of {VIP6}: {:#}", diagnosis.report));
+        assert_eq!(found["status"], status, "{found}");
+        text(found, "found").to_owned()
+    };
+    let found = of_vip(&sound, "ok");
+    assert_eq!(found, "this node answers for it, and nobody else");
+
+    let thief = &lab.hosts[1].namespace;
+    let address = format!("{VIP6}/64 dev eth0");
+    thief
+        .ip(&format!("addr add {address} nodad"))
+        .expect("address");
+    // What other hosts know stays: they are not told what the thief answers.
+    let host = &lab.hosts[0].namespace;
+    let url = format!("http://[{VIP6}]:{API_PORT}/");
+    let known = || host.exec(["ip", "-6", "neighbour", "show", "to", &VIP6.to_string()]);
+    host.ip(&format!(
+        "neigh replace {VIP6} lladdr {} dev eth0 nud stale",
+        mac(node.mac().expect("MAC"))
+    ))
+    .expect("neighbour");
+    let ill = Diagnosis::of(node, &[]);
+    ill.assert_errors(&["vip-conflict"]);
+    let named = match mode {
+        Mode::Tc => mac(thief.interface("eth0").expect("eth0").1),
+        Mode::Native => "somebody else".to_owned(),
+    };
+    let found = of_vip(&ill, "error");
+    assert!(found.contains(&named), "{found}");
+    let entry = known().expect("neighbours");
+    assert!(entry.contains(&mac(node.mac().expect("MAC"))), "{entry}");
+
+    thief.ip(&format!("addr del {address}")).expect("address");
+    Diagnosis::of(node, &[]).assert_errors(&[]);
+    host.exec(["curl", "-sS", "-f", "--max-time", "3", &url])
+        .expect("answer");
 }
 
 fn mac([a, b, c, d, e, f]: [u8; 6]) -> String {

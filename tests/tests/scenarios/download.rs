@@ -1,16 +1,26 @@
 //! A big download is right, and nothing that happens to the agent disturbs it.
 
+use std::fs;
+use std::io::{Read as _, Write as _};
 use std::time::Duration;
 
-use ironlb_tests::{API_PORT, Agent, IMAGE_PORT, Image, Load, VIP, wait_until};
+use ironlb_tests::{
+    API_PORT, Agent, Download, IMAGE_PORT, Image, KernelObjects, Load, Node, VIP, ironlb,
+    wait_until,
+};
+use lb_common::layout::{Addr, LAYOUT_VERSION, map};
+use rustix::process::Signal;
 use serde_json::json;
 
-use crate::scene::{Mode, Scene, get, in_both_modes};
+use crate::scene::{Mode, Scene, connect, get, in_both_modes};
 
 in_both_modes!(
     a_big_download_arrives_unharmed,
     a_download_outlives_reloads_good_and_bad,
     a_download_and_new_connections_outlive_the_agent,
+    a_download_and_new_connections_outlive_another_map_layout,
+    a_map_layout_that_is_not_known_serves_on_untouched,
+    an_idle_connection_outlives_an_upgrade_with_its_pod,
 );
 
 /// Slow enough that all of a scenario happens meanwhile.
@@ -78,7 +88,92 @@ fn a_download_and_new_connections_outlive_the_agent(mode: Mode) {
     // Longer than a start of the agent on a busy machine.
     let mut scene = Scene::with(mode, mode.builder().image_mib(64), |_| {});
     let before = scene.maps().kernel_objects().expect("objects");
-    let mut download = scene.download(IMAGE_PORT, PACED, &[]);
+    let download = scene.download(IMAGE_PORT, PACED, &[]);
+    let after = replace_agent(&mut scene, |_| ());
+    assert_eq!(before.maps, after.maps, "maps were made anew");
+    assert_same_links(&before, &after);
+    assert_still_whole(&scene, download);
+}
+
+/// What is pinned becomes what the last version with another layout would have left.
+fn as_layout(node: &Node, version: u32) {
+    let dir = |version| node.bpffs.join(format!("v{version}"));
+    fs::rename(dir(LAYOUT_VERSION), dir(version)).expect("rename");
+    for name in [map::ENDINGS, map::EVENTS, map::WATCH, map::TELLING] {
+        fs::remove_file(dir(version).join(name)).expect("remove");
+    }
+}
+
+fn a_download_and_new_connections_outlive_another_map_layout(mode: Mode) {
+    let mut scene = Scene::with(mode, mode.builder().image_mib(64), |_| {});
+    let before = scene.maps().kernel_objects().expect("objects");
+    let download = scene.download(IMAGE_PORT, PACED, &[]);
+    let mut living = Vec::new();
+    wait_until("the download lives", Duration::from_secs(5), || {
+        living = scene.maps().living(map::LIVING)?;
+        Ok(!living.is_empty())
+    })
+    .expect("an entry");
+    let (key, started) = (living[0].0, living[0].1.started);
+    let after = replace_agent(&mut scene, |node| as_layout(node, 5));
+    assert_same_links(&before, &after);
+    assert!(
+        before.maps.is_disjoint(&after.maps),
+        "maps of the former layout are in use"
+    );
+    let former = scene.node().bpffs.join("v5");
+    assert!(!former.exists(), "the former layout's pins are left");
+    let log = scene.agent.process.log().expect("log");
+    assert!(
+        log.contains("took over the state of another map layout"),
+        "{log}"
+    );
+    let flow = scene.maps().living(map::LIVING).expect("flows");
+    let flow = flow.iter().find(|(other, _)| *other == key);
+    assert_eq!(
+        flow.map(|(_, flow)| flow.started),
+        Some(started),
+        "the download has lost its entry"
+    );
+    assert_still_whole(&scene, download);
+}
+
+fn a_map_layout_that_is_not_known_serves_on_untouched(mode: Mode) {
+    let mut scene = Scene::new(mode);
+    scene.agent.process.kill().expect("kill");
+    as_layout(scene.node(), 4);
+    let mut agent = Agent::spawn(scene.node()).expect("an agent");
+    wait_until("it gives up", Duration::from_secs(60), || {
+        Ok(!agent.process.running()?)
+    })
+    .expect("refusal");
+    let said = agent.process.log().expect("log");
+    assert!(
+        said.contains("map layout 4") && said.contains("ironlb unload"),
+        "{said}"
+    );
+    get(&scene.host().namespace, VIP, API_PORT, "/").expect("what was loaded serves");
+    scene.node().ironlb(&["unload"]).expect("unload");
+    assert!(!scene.node().bpffs.join("v4").exists(), "pins are left");
+}
+
+/// Kills the agent and starts another one while a client opens connections, none of which may fail; `between` is done to the
+/// node when no agent runs.
+fn replace_agent(scene: &mut Scene, between: impl FnOnce(&Node)) -> KernelObjects {
+    // The program itself answers, and nobody else would: a moment without it is a loss.
+    let quick = ["ping", "-q", "-n", "-i", "0.005", &VIP.to_string()];
+    let mut ping = scene.host().namespace.spawn("ping", quick).expect("ping");
+    let node = scene.node().namespace.clone();
+    let watch = ["ip", "-o", "monitor", "link"];
+    let mut events = node.spawn("events", watch).expect("ip monitor");
+    wait_until("events of links are seen", Duration::from_secs(5), || {
+        node.ip("link set eth1 txqueuelen 999\nlink set eth1 txqueuelen 1000")?;
+        Ok(events.log()?.contains("eth1"))
+    })
+    .expect("an event");
+    // Those of the last change, too.
+    std::thread::sleep(Duration::from_millis(200));
+    let seen = events.log().expect("log").len();
     // From an address of its own: curl may have taken any port of the host's first.
     let source = std::net::Ipv4Addr::new(172, 22, 0, 200);
     let line = format!("addr add {source}/24 dev eth0");
@@ -96,6 +191,7 @@ fn a_download_and_new_connections_outlive_the_agent(mode: Mode) {
         let load = scope.spawn(move || load.run(client).expect("load"));
         std::thread::sleep(Duration::from_millis(300));
         scene.agent.process.kill().expect("kill");
+        between(&scene.lab.nodes[0]);
         std::thread::sleep(Duration::from_millis(300));
         scene.agent = Agent::launch(&scene.lab.nodes[0]).expect("a second agent");
         let after = scene.lab.nodes[0].maps().kernel_objects().expect("objects");
@@ -103,21 +199,84 @@ fn a_download_and_new_connections_outlive_the_agent(mode: Mode) {
     });
     assert_eq!(report.failed, 0, "{report:?}");
     assert!(report.served > 100, "{report:?}");
+    let event = events.log().expect("log").split_off(seen);
+    assert_eq!(event, "", "an event of a link");
+    events.kill().expect("kill");
+    ping.signal(Signal::INT).expect("ping");
+    ping.wait().expect("ping");
+    let said = ping.log().expect("log");
+    assert!(said.contains(" 0% packet loss"), "{said}");
+    after
+}
 
-    let links =
-        |objects: &ironlb_tests::KernelObjects| objects.links.keys().copied().collect::<Vec<_>>();
-    assert!(!links(&before).is_empty());
-    assert_eq!(links(&before), links(&after), "links were made anew");
-    assert_eq!(before.maps, after.maps, "maps were made anew");
+fn assert_same_links(before: &KernelObjects, after: &KernelObjects) {
+    let links = |objects: &KernelObjects| objects.links.keys().copied().collect::<Vec<_>>();
+    assert!(!links(before).is_empty());
+    assert_eq!(links(before), links(after), "links were made anew");
     for (link, program) in &after.links {
         assert_ne!(
             before.links[link], *program,
             "link {link} still runs the old program"
         );
     }
+}
+
+fn assert_still_whole(scene: &Scene, mut download: Download) {
     assert!(
         download.running().expect("curl"),
         "the download did not last long enough"
     );
     download.finish(&scene.lab.image.sha256).expect("download");
+}
+
+/// No time is too long: the entries are made to look weeks old.
+fn an_idle_connection_outlives_an_upgrade_with_its_pod(mode: Mode) {
+    /// 25 days on a kernel with 1,000 a second, which is the fastest.
+    const WEEKS: u64 = 1 << 31;
+    let mut scene = Scene::new(mode);
+    let client = scene.host().namespace.clone();
+    let mut idle: Vec<_> = (0..6)
+        .map(|_| {
+            let limit = Duration::from_secs(2);
+            let mut flow = connect(&client, VIP, API_PORT, limit).expect("connect");
+            flow.write_all(b"GET /v1 HTTP/1.0\r\n").expect("send");
+            flow
+        })
+        .collect();
+    let living = || scene.maps().living(map::LIVING).expect("flows");
+    let all = || Ok(living().len() == 6);
+    wait_until("all live", Duration::from_secs(5), all).expect("flows");
+    let pod_of = |port: u16| {
+        let flows = living();
+        let flow = flows.iter().find(|(key, _)| key.client_port == port);
+        let address = flow.expect("a flow").1.addr;
+        let pods = scene.node().pods.iter();
+        let mut pods = pods.filter(|pod| Addr::from(pod.address) == address);
+        pods.next().expect("a pod").instance.clone()
+    };
+    let ports = idle
+        .iter()
+        .map(|flow| flow.local_addr().expect("own").port());
+    let pods: Vec<_> = ports.map(pod_of).collect();
+    scene.maps().age(WEEKS).expect("maps");
+
+    // An upgrade: the new version is another file.
+    let next = scene.lab.directory().join("ironlb-next");
+    fs::copy(ironlb().expect("ironlb"), &next).expect("copy");
+    scene.agent.stop().expect("stop");
+    get(&client, VIP, API_PORT, "/").expect("it serves without an agent");
+    let node = &scene.lab.nodes[0];
+    scene.agent = Agent::spawn_binary(node, &next).expect("the next version");
+    scene.agent.wait_until_ready(node).expect("ready");
+    // Whatever an agent does after its start.
+    std::thread::sleep(Duration::from_secs(3));
+
+    for (flow, pod) in idle.iter_mut().zip(pods) {
+        flow.set_read_timeout(Some(Duration::from_secs(2)))
+            .expect("timeout");
+        flow.write_all(b"\r\n").expect("send");
+        let mut answer = String::new();
+        flow.read_to_string(&mut answer).expect("the answer");
+        assert!(answer.contains(&format!("\"{pod}\"")), "{pod}: {answer}");
+    }
 }

@@ -3,13 +3,18 @@
 use std::time::Duration;
 
 use aya::Ebpf;
+use aya::programs::links::FdLink;
 use aya::programs::tc::{NlOptions, TcAttachOptions};
-use aya::programs::{LinkOrder, SchedClassifier, TcAttachType, Xdp, XdpMode};
+use aya::programs::{
+    LinkOrder, ProgramError, SchedClassifier, TcAttachType, Xdp, XdpMode, loaded_programs,
+};
+use aya_obj::programs::XdpAttachType;
 use ironlb_tests::{API_PORT, Agent, Namespace, VIP, wait_until};
 use object::write::{Object, Symbol, SymbolSection};
 use object::{
     Architecture, BinaryFormat, Endianness, SectionKind, SymbolFlags, SymbolKind, SymbolScope,
 };
+use serde_json::Value;
 
 use crate::scene::{Mode, Scene, assert_silent, get, in_both_modes};
 
@@ -18,8 +23,8 @@ in_both_modes!(tc_programs_and_filters_behind_ours_stay_effective);
 /// An eBPF instruction: operation, destination, source, offset, immediate.
 type Instruction = (u8, u8, u8, i16, i32);
 
-/// Loads a program named `foreign` from its instructions.
-fn load(section: &str, instructions: &[Instruction]) -> Ebpf {
+/// An object with a program named `foreign` of these instructions.
+fn compile(section: &str, instructions: &[Instruction]) -> Vec<u8> {
     let mut object = Object::new(BinaryFormat::Elf, Architecture::Bpf, Endianness::Little);
     let code: Vec<u8> = instructions
         .iter()
@@ -46,7 +51,12 @@ fn load(section: &str, instructions: &[Instruction]) -> Ebpf {
     });
     let license = object.add_section(Vec::new(), b"license".to_vec(), SectionKind::ReadOnlyData);
     object.append_section_data(license, b"GPL\0", 1);
-    Ebpf::load(&object.write().expect("ELF")).expect("foreign program")
+    object.write().expect("ELF")
+}
+
+/// Loads such a program.
+fn load(section: &str, instructions: &[Instruction]) -> Ebpf {
+    Ebpf::load(&compile(section, instructions)).expect("foreign program")
 }
 
 const EXIT: Instruction = (0x95, 0, 0, 0, 0);
@@ -180,10 +190,12 @@ fn tc_programs_and_filters_behind_ours_stay_effective(mode: Mode) {
     own(open).expect("the filter is gone");
 }
 
+/// Lets everything pass.
+const XDP_PASS: &[Instruction] = &[set_result(2), EXIT];
+
 /// Attaches an XDP program that lets everything pass to `eth1` of a namespace, until it is dropped.
 pub fn attach_xdp(namespace: &Namespace) -> Ebpf {
-    const XDP_PASS: i32 = 2;
-    let mut foreign = load("xdp", &[set_result(XDP_PASS), EXIT]);
+    let mut foreign = load("xdp", XDP_PASS);
     let program: &mut Xdp = foreign
         .program_mut("foreign")
         .expect("program")
@@ -195,18 +207,68 @@ pub fn attach_xdp(namespace: &Namespace) -> Ebpf {
     foreign
 }
 
+/// Id of the XDP program on `eth1`, or null.
+fn xdp_on(namespace: &Namespace) -> Value {
+    let shown = namespace.exec(["ip", "-j", "link", "show", "dev", "eth1"]);
+    let shown: Value = serde_json::from_str(&shown.expect("ip")).expect("JSON");
+    shown[0]["xdp"]["prog"]["id"].clone()
+}
+
+/// As a link of an earlier version may be: the kernel updates none to a program of another attach type.
+#[test]
+fn a_link_that_takes_no_update_is_made_anew_and_the_gap_is_told() {
+    let mut scene = Scene::new(Mode::Native);
+    scene.agent.process.kill().expect("kill");
+    let node = scene.node();
+    let (ifindex, _) = node.namespace.interface("eth1").expect("eth1");
+    let pin = node.maps().path("links").join(format!("xdp-{ifindex}"));
+    std::fs::remove_file(&pin).expect("our link's pin");
+    let gone = || Ok(xdp_on(&node.namespace).is_null());
+    wait_until("our link has ended", Duration::from_secs(5), gone).expect("no program");
+
+    // A loader that does not know the section gives its program no attach type; it attaches by netlink.
+    let object = scene.lab.directory().join("foreign.o");
+    std::fs::write(&object, compile("unknown", XDP_PASS)).expect("file");
+    let object = object.to_str().expect("a path");
+    let by_netlink = ["xdpdrv", "object", object, "section", "unknown"];
+    let set = |what: &[&str]| {
+        let words = ["ip", "link", "set", "dev", "eth1"];
+        node.namespace.exec(words.iter().chain(what)).expect("ip");
+    };
+    set(&by_netlink);
+    let id = xdp_on(&node.namespace);
+    let programs = loaded_programs().filter_map(Result::ok);
+    let mut ours = programs.filter(|program| id == program.id());
+    let info = ours.next().expect("the program");
+    let mut program =
+        Xdp::from_program_info(info, "foreign".into(), XdpAttachType::Interface).expect("XDP");
+    set(&["xdp", "off"]);
+    let link = node.namespace.enter(|| -> Result<_, ProgramError> {
+        let link = program.attach("eth1", XdpMode::Driver)?;
+        program.take_link(link)
+    });
+    let link = FdLink::try_from(link.expect("namespace").expect("attach")).expect("a link");
+    drop(link.pin(&pin).expect("pin"));
+    assert_eq!(xdp_on(&node.namespace), id);
+
+    scene.agent = Agent::launch(scene.node()).expect("agent");
+    let said = scene.agent.process.log().expect("log");
+    for part in ["cannot be updated", "made anew", "gap="] {
+        assert!(said.contains(part), "no `{part}` in {said}");
+    }
+    let gap = said.lines().find(|line| line.contains("gap="));
+    println!("{}", gap.unwrap_or_default());
+    let now = xdp_on(&scene.node().namespace);
+    assert!(now.is_u64() && now != id, "{now}");
+    get(&scene.host().namespace, VIP, API_PORT, "/").expect("it serves");
+}
+
 #[test]
 fn a_foreign_xdp_program_is_named_and_stays() {
     let lab = Mode::Native.builder().build().expect("laboratory");
     let node = &lab.nodes[0];
     let _foreign = attach_xdp(&node.namespace);
-    let on_the_interface = || {
-        let shown = node
-            .namespace
-            .exec(["ip", "-j", "link", "show", "dev", "eth1"]);
-        let shown: serde_json::Value = serde_json::from_str(&shown.expect("ip")).expect("JSON");
-        shown[0]["xdp"]["prog"]["id"].clone()
-    };
+    let on_the_interface = || xdp_on(&node.namespace);
     let id = on_the_interface();
     assert!(id.is_u64(), "the foreign program is not attached");
 

@@ -45,3 +45,34 @@ fn a_second_agent_is_refused_and_unload_leaves_nothing(mode: Mode) {
         .ironlb(&["unload"])
         .expect("unload once more is no error");
 }
+
+/// Neither an agent that is killed nor one that ends in peace leaves a mount, or needs another one.
+#[test]
+fn twenty_restarts_leave_mounts_as_they_are_and_traffic_goes_on() {
+    let mut scene = Scene::new(Mode::Tc);
+    // Those that the agents see: of other tests there is none in them, as names of namespaces are mounts, too.
+    let mounts = || {
+        let all = std::fs::read_to_string("/proc/self/mountinfo").expect("mounts");
+        let points = all.lines().filter_map(|line| line.split(' ').nth(4));
+        let own = points.filter(|point| !point.starts_with("/run/netns/"));
+        own.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let before = mounts();
+    assert!(before.iter().any(|point| point == "/sys/fs/bpf"));
+    let objects = scene.maps().kernel_objects().expect("objects");
+    for number in 0..20 {
+        if number % 2 == 0 {
+            scene.agent.process.kill().expect("kill");
+        } else {
+            scene.agent.stop().expect("stop");
+        }
+        let answer = get(&scene.host().namespace, VIP, API_PORT, "/");
+        answer.unwrap_or_else(|error| panic!("without agent {number}: {error:#}"));
+        scene.agent = Agent::launch(scene.node()).expect("agent");
+    }
+    assert_eq!(mounts(), before);
+    let after = scene.maps().kernel_objects().expect("objects");
+    assert_eq!(after.maps, objects.maps);
+    assert!(after.links.keys().eq(objects.links.keys()));
+    get(&scene.host().namespace, VIP, API_PORT, "/").expect("an answer");
+}

@@ -203,6 +203,8 @@ fn hosts_on_an_uplink_are_refused_unless_it_carries_the_internal_address() {
             node.config.clone().into(),
             "--bpffs".into(),
             node.bpffs.clone().into(),
+            "--state-dir".into(),
+            node.state_dir().into(),
         ]);
     let process = node.namespace.spawn("agent-open", words).expect("agent");
     let _agent = Agent { process };

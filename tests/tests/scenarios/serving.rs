@@ -5,7 +5,10 @@ use std::io::{self, Read, Write};
 use std::net::SocketAddrV4;
 use std::time::{Duration, Instant};
 
-use ironlb_tests::{API_PORT, IMAGE_PORT, RPC_PORT, VIP, wait_until};
+use ironlb_tests::{
+    API_PORT, Capture, IMAGE_PORT, Outcome, RPC_PORT, VIP, backends, heads, wait_until,
+};
+use lb_common::layout::map;
 use lb_common::verdict::Verdict;
 use serde_json::json;
 use socket2::{Domain, Socket, Type};
@@ -14,7 +17,9 @@ use crate::scene::{Mode, Scene, connect, get, in_both_modes};
 
 in_both_modes!(
     connections_spread_over_all_pods_and_show_the_clients_address,
+    a_host_without_a_route_to_the_pods_hears_from_the_vip_alone,
     an_instance_port_reaches_its_instance_and_never_another,
+    an_instance_that_moves_resets_its_old_flow_and_serves_new_ones_within_two_seconds,
     one_client_port_to_two_vip_ports_of_one_pod_makes_two_connections,
     ports_that_nobody_serves_are_refused_at_once,
     source_ranges_refuse_new_connections_alone,
@@ -38,32 +43,83 @@ fn connections_spread_over_all_pods_and_show_the_clients_address(mode: Mode) {
     assert!(answers.values().all(|hits| *hits >= 20), "{answers:?}");
 }
 
+/// What a ramdisk says to Ironic, and an image that it fetches.
+fn a_host_without_a_route_to_the_pods_hears_from_the_vip_alone(mode: Mode) {
+    let mut scene = Scene::new(mode);
+    let (host, pod) = (scene.host(), &scene.node().pods[0]);
+    let (client, own, address) = (host.namespace.clone(), pod.instance_port(), pod.address);
+    let route = ["ip", "route", "get", &address.to_string()];
+    client.exec(route).expect_err("it has a route to the pods");
+    let others = format!("ip and dst host {} and not src host {VIP}", host.address);
+    let wire = Capture::start(&client, "eth0", &others).expect("capture");
+
+    get(&client, VIP, API_PORT, "/v1/lookup").expect("a lookup");
+    let body = scene.lab.directory().join("inspection");
+    std::fs::write(&body, vec![b'x'; 900 << 10]).expect("file");
+    let body = format!("@{}", body.display());
+    let url = format!("http://{VIP}:{API_PORT}/v1/continue_inspection");
+    let words = ["curl", "-sS", "-f", "--max-time", "15", "--data-binary"];
+    let told = client.exec(words.iter().chain(&[body.as_str(), &url]));
+    assert!(told.expect("an inspection").contains("instance"));
+    scene
+        .download(own, "/images/common.img", &[])
+        .finish(&scene.lab.image.sha256)
+        .expect("an image");
+    let refused = connect(&client, VIP, RPC_PORT, Duration::from_secs(2));
+    refused.expect_err("JSON-RPC answers");
+    // Its pod goes in the midst of another one.
+    let mut broken = scene.download(own, "/images/common.img?rate=200k", &[]);
+    std::thread::sleep(Duration::from_secs(1));
+    backends(&mut scene.config).remove(0);
+    scene.node().write_config(&scene.config).expect("file");
+    let end = broken.end(&scene.lab.image.sha256).expect("curl");
+    assert_eq!(end.outcome, Outcome::Reset, "{}", end.said);
+
+    let strangers = wire.finish().expect("capture");
+    assert!(strangers.is_empty(), "{strangers:#?}");
+}
+
+/// Another pod, on another address, is the same instance now.
+fn an_instance_that_moves_resets_its_old_flow_and_serves_new_ones_within_two_seconds(mode: Mode) {
+    let mut scene = Scene::with(mode, mode.builder(), |config| backends(config).truncate(1));
+    let [old, new, ..] = &scene.lab.nodes[0].pods[..] else {
+        panic!("three pods expected");
+    };
+    let (port, moved, path) = (old.instance_port(), new.address, new.own_path());
+    let client = scene.host().namespace.clone();
+    let mut flow = connect(&client, VIP, port, Duration::from_secs(2)).expect("connect");
+    let half = format!("GET {} HTTP/1.0\r\n", old.own_path());
+    flow.write_all(half.as_bytes()).expect("send");
+    let lives = || Ok(!scene.maps().living(map::LIVING)?.is_empty());
+    wait_until("the old flow lives", Duration::from_secs(5), lives).expect("flow");
+
+    backends(&mut scene.config)[0]["address"] = json!(moved);
+    let since = Instant::now();
+    scene.node().write_config(&scene.config).expect("file");
+    let served = || Ok(get(&client, VIP, port, &path).is_ok());
+    wait_until("the new pod serves", Duration::from_secs(5), served).expect("served");
+    let took = since.elapsed();
+    println!("{mode:?}: a new connection was served after {took:?}");
+    assert!(took < Duration::from_secs(2), "{took:?}");
+
+    flow.set_read_timeout(Some(Duration::from_secs(8)))
+        .expect("timeout");
+    let error = flow.read_exact(&mut [0]).expect_err("the old pod answers");
+    assert_eq!(error.kind(), io::ErrorKind::ConnectionReset, "{error}");
+    println!(
+        "{mode:?}: the old one was reset after {:?}",
+        since.elapsed()
+    );
+}
+
 fn an_instance_port_reaches_its_instance_and_never_another(mode: Mode) {
     let scene = Scene::new(mode);
     for pod in &scene.node().pods {
         // A connection each, from ports that the kernel picks.
-        let url = format!(
-            "http://{VIP}:{}{}?[1-100]",
-            pod.instance_port(),
-            pod.own_path()
-        );
-        let words = [
-            "curl",
-            "-sS",
-            "-I",
-            "-o",
-            "/dev/null",
-            "--max-time",
-            "30",
-            "-H",
-            "Connection: close",
-            "-w",
-            "%{http_code} %{num_connects}\n",
-            &url,
-        ];
-        let codes = scene.host().namespace.exec(words).expect("curl");
-        let right = codes.lines().filter(|line| *line == "200 1").count();
-        assert_eq!(right, 100, "{}: {codes}", pod.instance);
+        let url = format!("http://{VIP}:{}{}", pod.instance_port(), pod.own_path());
+        let codes = heads(&scene.host().namespace, &url, 1000).expect("curl");
+        let right = codes.iter().filter(|code| *code == "200").count();
+        assert_eq!((right, codes.len()), (1000, 1000), "{}", pod.instance);
     }
     // One client port, three VIP ports at the same time: three flows.
     let flows = scene.node().pods.iter().map(|pod| {
@@ -93,7 +149,7 @@ fn one_client_port_to_two_vip_ports_of_one_pod_makes_two_connections(mode: Mode)
     const PORT: u16 = 33_334;
     let scene = Scene::with(mode, mode.builder(), |config| {
         // One pod alone: both ports lead to it.
-        ironlb_tests::backends(config).truncate(1);
+        backends(config).truncate(1);
     });
     let pod = &scene.node().pods[0];
     let ports = [IMAGE_PORT, pod.instance_port()];

@@ -744,6 +744,7 @@ fn conditions_decide_who_takes_new_flows() {
         ((Some(true), None, None), READY, READY),
         ((Some(true), Some(true), None), READY, READY),
         ((Some(true), Some(false), None), READY, READY),
+        ((None, Some(true), None), READY, READY),
         ((None, Some(false), None), READY, READY),
         ((Some(false), None, None), NEITHER, READY),
         ((Some(false), Some(true), None), NEITHER, READY),
@@ -759,6 +760,15 @@ fn conditions_decide_who_takes_new_flows() {
         ((Some(false), Some(true), Some(true)), DRAINS, DRAINS),
         ((Some(false), Some(false), Some(true)), NEITHER, DRAINS),
     ];
+    let any = [None, Some(false), Some(true)];
+    for ready in any {
+        for serving in any {
+            for terminating in [None, Some(true)] {
+                let row = (ready, serving, terminating);
+                assert!(table.iter().any(|(listed, ..)| *listed == row), "{row:?}");
+            }
+        }
+    }
     for ((ready, serving, terminating), plain, published) in table {
         for terminating in [terminating, terminating.or(Some(false))] {
             let conditions =

@@ -6,6 +6,7 @@
 //! Or what clients notice when nodes go, next to what they have without it.
 
 mod cluster;
+mod control;
 mod failover;
 mod nftables;
 mod packets;
@@ -33,6 +34,9 @@ struct Options {
     /// Instead: what clients notice of a failover between three nodes, and what a second node costs.
     #[arg(long, conflicts_with = "cluster")]
     failover: bool,
+    /// The binary that is shipped, whose control plane is measured; without it, the laboratory's.
+    #[arg(long, value_name = "FILE")]
+    shipped: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -51,6 +55,7 @@ fn measure(options: Options) -> Result<()> {
         quick,
         cluster,
         failover,
+        shipped,
     } = options;
     println!(
         "ironlb bench on Linux {}\n",
@@ -66,16 +71,23 @@ fn measure(options: Options) -> Result<()> {
         );
         let mut second = traffic::measure(traffic::Path::SecondNode, if quick { 3 } else { 12 })?;
         let mut ratios = second["tc"].take();
-        ratios["native"] = second["native"].take();
-        ratios["control"] = second["control"].take();
+        for other in ["native", "control", "two_hops"] {
+            ratios[other] = second[other].take();
+        }
         json!({"failover": seen, "ratio_to_routing": {"second_node": ratios}})
     } else {
         let (per_packet, instructions) = packets::measure(if quick { 5 } else { 15 })?;
         let ratios = traffic::measure(traffic::Path::OneNode, if quick { 5 } else { 20 })?;
+        let binary = match &shipped {
+            Some(binary) => binary,
+            None => ironlb_tests::ironlb()?,
+        };
+        let control = control::measure(binary, if quick { 3 } else { 9 })?;
         json!({
             "per_packet_ns": per_packet,
             "ratio_to_routing": ratios,
             "instructions": instructions,
+            "control": control,
         })
     };
     if let Some(file) = file {

@@ -55,6 +55,7 @@ impl Path {
             Self::SecondNode => &[
                 Variant::Routing,
                 Variant::Control,
+                Variant::TwoHops,
                 Variant::Native,
                 Variant::Tc,
             ],
@@ -96,6 +97,8 @@ impl Path {
 enum Variant {
     Routing,
     Control,
+    /// Plain routing by way of the first node: the same way as ironlb's, on which the same processors do one hop more.
+    TwoHops,
     Native,
     Tc,
     Nftables,
@@ -115,6 +118,7 @@ impl Variant {
         match self {
             Self::Routing => "routing",
             Self::Control => "control",
+            Self::TwoHops => "two_hops",
             Self::Native => "native",
             Self::Tc => "tc",
             Self::Nftables => "nftables",
@@ -123,7 +127,7 @@ impl Variant {
 
     /// Whether the clients dial the VIP; else the pods.
     fn has_vip(self) -> bool {
-        !matches!(self, Self::Routing | Self::Control)
+        !matches!(self, Self::Routing | Self::Control | Self::TwoHops)
     }
 }
 
@@ -151,8 +155,10 @@ impl Bed {
             let address = format!("addr add 172.22.0.{last}/24 dev eth0");
             host.namespace.ip(&address)?;
         }
-        if !variant.has_vip() {
-            laboratory.route_to_pods(host)?;
+        match variant {
+            Variant::Routing | Variant::Control => laboratory.route_to_pods(host)?,
+            Variant::TwoHops => route_by_first_node(&laboratory)?,
+            _ => {}
         }
         if variant == Variant::Nftables {
             laboratory.nodes.iter().try_for_each(nftables::program)?;
@@ -203,6 +209,27 @@ impl Bed {
     fn enter<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T> {
         self.fleet.lab.hosts[0].namespace.enter(work)
     }
+}
+
+/// Routes the pods of the last node by way of the first one, whose kernel forwards as ironlb would hand on.
+fn route_by_first_node(laboratory: &Laboratory) -> Result<()> {
+    let (Some(first), Some(last)) = (laboratory.nodes.first(), laboratory.nodes.last()) else {
+        return Ok(());
+    };
+    let pods = laboratory.nodes.len() - 1;
+    for (namespace, interface, gateway) in [
+        (&laboratory.hosts[0].namespace, "eth0", first.address),
+        (&first.namespace, first.uplink, last.address),
+    ] {
+        // A shorter way must not be told.
+        for name in ["accept_redirects", "send_redirects"] {
+            for scope in ["all", interface] {
+                namespace.sysctl(&format!("net.ipv4.conf.{scope}.{name}"), "0")?;
+            }
+        }
+        namespace.ip(&format!("route replace 10.244.{pods}.0/24 via {gateway}"))?;
+    }
+    Ok(())
 }
 
 /// A figure that is measured.
@@ -342,33 +369,34 @@ fn report(path: Path, beds: &[Bed], samples: &[Samples], quiet: bool) -> Value {
     row.extend(Metric::ALL.map(|metric| metric.unit(median(routing.of[metric as usize].clone()))));
     table.add_row(row);
     let mut json = Map::new();
-    for (bed, samples) in beds.iter().zip(samples).skip(1) {
-        let mut ratios = Map::new();
-        let mut row = vec![match bed.variant {
+    for (bed, own) in beds.iter().zip(samples).skip(1) {
+        let is_ironlb = matches!(bed.variant, Variant::Native | Variant::Tc);
+        let title = match bed.variant {
             Variant::Control => "control: plain routing once more".to_owned(),
+            Variant::TwoHops => "plain routing by way of the first node".to_owned(),
             Variant::Native | Variant::Tc => format!("ironlb, {}", bed.variant.name()),
             variant => variant.name().to_owned(),
-        }];
-        for metric in Metric::ALL {
-            let pairs: Vec<f64> = samples.of[metric as usize]
-                .iter()
-                .zip(&routing.of[metric as usize])
-                .map(|(ours, routing)| ours / routing)
-                .collect();
-            let ratio = Estimate::of(&pairs);
-            ratios.insert(metric.name().to_owned(), ratio.json());
-            let verdict = match bed.variant {
-                Variant::Native | Variant::Tc if path.judges(metric, quiet) => {
-                    judge(metric.met(ratio, path))
-                }
-                _ => "",
-            };
-            row.push(format!(
-                "{:.2} [{:.2}–{:.2}] {verdict}",
-                ratio.median, ratio.lo, ratio.hi
-            ));
-        }
+        };
+        let judged = |metric| is_ironlb && path.judges(metric, quiet);
+        let (row, mut ratios) = ratios(&title, own, routing, |metric, ratio| {
+            if judged(metric) {
+                judge(metric.met(ratio, path))
+            } else {
+                ""
+            }
+        });
         table.add_row(row);
+        let two_hops = beds.iter().position(|bed| bed.variant == Variant::TwoHops);
+        if let (true, Some(at)) = (is_ironlb, two_hops) {
+            let (row, others) = self::ratios(
+                &format!("{title}, to that way"),
+                own,
+                &samples[at],
+                |_, _| "",
+            );
+            table.add_row(row);
+            ratios.insert("to_two_hops".to_owned(), Value::Object(others));
+        }
         json.insert(bed.variant.name().to_owned(), Value::Object(ratios));
     }
     println!(
@@ -396,6 +424,34 @@ fn report(path: Path, beds: &[Bed], samples: &[Samples], quiet: bool) -> Value {
         }
     }
     json!(json)
+}
+
+/// A row of ratios between neighbours in time, and the same for the JSON.
+fn ratios(
+    title: &str,
+    own: &Samples,
+    reference: &Samples,
+    verdict: impl Fn(Metric, Estimate) -> &'static str,
+) -> (Vec<String>, Map<String, Value>) {
+    let mut row = vec![title.to_owned()];
+    let mut json = Map::new();
+    for metric in Metric::ALL {
+        let pairs: Vec<f64> = own.of[metric as usize]
+            .iter()
+            .zip(&reference.of[metric as usize])
+            .map(|(own, reference)| own / reference)
+            .collect();
+        let ratio = Estimate::of(&pairs);
+        json.insert(metric.name().to_owned(), ratio.json());
+        row.push(format!(
+            "{:.2} [{:.2}–{:.2}] {}",
+            ratio.median,
+            ratio.lo,
+            ratio.hi,
+            verdict(metric, ratio)
+        ));
+    }
+    (row, json)
 }
 
 /// What a download showed.
