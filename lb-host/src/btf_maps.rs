@@ -108,6 +108,31 @@ macro_rules! hash {
 hash!(HashMap, false);
 hash!(LruHashMap, true);
 
+/// Records for a reader, as many as it has room for.
+pub struct RingBuf<T, const N: usize> {
+    _address: u8,
+    record: PhantomData<fn() -> T>,
+}
+
+impl<T, const N: usize> Map for RingBuf<T, N> {
+    fn id(&self) -> usize {
+        core::ptr::from_ref(self).addr()
+    }
+}
+
+impl<T, const N: usize> RingBuf<T, N> {
+    pub const fn new() -> Self {
+        Self {
+            _address: 0,
+            record: PhantomData,
+        }
+    }
+
+    pub fn output_untyped<U>(&self, record: impl Borrow<U>, _flags: u64) -> Result<(), i32> {
+        current(|store| store.output(self.id(), bytes(record.borrow()), N))
+    }
+}
+
 /// Keys with a prefix.
 pub mod lpm_trie {
     /// Of `data` the first `prefix_len` bits count.

@@ -1,6 +1,7 @@
 //! An engine: tables and clocks, and runs of programs over them.
 
 use aya::Pod;
+use lb_common::events::{Ending, Event};
 use lb_common::layout::{Addr, global, map};
 use lb_common::{Verdict, layout::MODE_NATIVE, layout::MODE_TC, layout::Uplink};
 
@@ -8,9 +9,9 @@ use crate::bindings::{__sk_buff, xdp_md};
 use crate::btf_maps::Map as _;
 use crate::frame::{self, Packet, Sum};
 use crate::hook::{Tc, Xdp};
-use crate::programs::{SkBuff, TcContext, XdpContext};
+use crate::programs::{TcContext, XdpContext};
 use crate::store::{self, Clock, Store, bytes};
-use crate::{balance, maps, reply};
+use crate::{balance, events, maps, reply};
 
 /// The programs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -75,6 +76,8 @@ fn id(name: &str) -> usize {
         map::REFLECTIONS => maps::REFLECTIONS.id(),
         map::SHUNNED => maps::SHUNNED.id(),
         map::SOURCES => maps::SOURCES.id(),
+        map::WATCH => maps::WATCH.id(),
+        map::TELLING => maps::TELLING.id(),
         _ => panic!("the engine on the host does not show the map {name}"),
     }
 }
@@ -120,6 +123,20 @@ impl Engine {
     /// Limits a map to so many rows.
     pub fn limit(&mut self, map: &str, room: usize) {
         self.store.limit(id(map), room);
+    }
+
+    /// Takes what was told to a monitor.
+    pub fn events(&mut self) -> Vec<Event> {
+        let records = self.store.take(maps::EVENTS.id());
+        let event = |record: Box<[u8]>| Event::from_bytes(&record).expect("an event");
+        records.into_iter().map(event).collect()
+    }
+
+    /// Takes what was told of flows that have ended.
+    pub fn endings(&mut self) -> Vec<Ending> {
+        let records = self.store.take(maps::ENDINGS.id());
+        let ending = |record: Box<[u8]>| Ending::from_bytes(&record).expect("an ending");
+        records.into_iter().map(ending).collect()
     }
 
     /// Sets what a tick is; 250 a second unless set.
@@ -177,8 +194,10 @@ fn at_xdp(packet: &Packet) -> Outcome {
         frame.tell_xdp(&mut context);
     });
     let ctx = &raw mut context;
-    let verdict = balance::forward(&mut Xdp::new(XdpContext { ctx }));
+    let mut hook = Xdp::new(XdpContext::new(ctx));
+    let verdict = balance::forward(&mut hook);
     maps::count(verdict);
+    events::tell(&hook, verdict);
     Outcome {
         verdict,
         frame: frame::current(|frame| frame.all()),
@@ -200,15 +219,13 @@ fn at_tc(program: Program, packet: &Packet) -> Outcome {
         frame.tell_skb(&mut context);
     });
     let skb = &raw mut context;
-    let context = TcContext {
-        skb: SkBuff { skb },
-    };
-    let mut hook = Tc::new(&context);
+    let mut hook = Tc::new(&TcContext::new(skb));
     let verdict = match program {
         Program::Egress => reply::reply(&mut hook),
         _ => balance::forward(&mut hook),
     };
     maps::count(verdict);
+    events::tell(&hook, verdict);
     let redirection = (verdict == Verdict::RepliedRedirected).then_some(Redirection {
         uplink: hook.out,
         by_neighbor: hook.by_neighbor,

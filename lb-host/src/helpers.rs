@@ -31,6 +31,17 @@ pub unsafe fn bpf_ktime_get_boot_ns() -> u64 {
     store::current(|store| store.clock.boot)
 }
 
+pub unsafe fn bpf_get_prandom_u32() -> u32 {
+    store::current(|store| {
+        // Any will do, and the same in every run: a step of a 64-bit congruential generator (Knuth's).
+        store.random = store
+            .random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (store.random >> 32) as u32
+    })
+}
+
 /// Sum of 16-bit words in memory order, folded.
 fn fold(mut sum: u64) -> u16 {
     while sum > 0xffff {
@@ -76,6 +87,28 @@ pub unsafe fn bpf_skb_pull_data(skb: *mut __sk_buff, length: u32) -> i64 {
     match with_writable(skb, length as usize, |_| ()) {
         Ok(()) => 0,
         Err(_) => ENOMEM,
+    }
+}
+
+pub unsafe fn bpf_skb_load_bytes(
+    _skb: *const c_void,
+    offset: u32,
+    to: *mut c_void,
+    length: u32,
+) -> i64 {
+    let (offset, length) = (offset as usize, length as usize);
+    // SAFETY: the program says how long it is.
+    let to = unsafe { core::slice::from_raw_parts_mut(to.cast::<u8>(), length) };
+    let all = frame::current(|frame| frame.all());
+    match all.get(offset..offset + length) {
+        Some(bytes) => {
+            to.copy_from_slice(bytes);
+            0
+        }
+        None => {
+            to.fill(0);
+            EFAULT
+        }
     }
 }
 

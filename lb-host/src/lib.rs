@@ -21,6 +21,7 @@ mod helpers;
 pub mod oracle;
 mod programs;
 pub mod scene;
+pub mod seeds;
 mod store;
 
 /// What `maps.rs` declares its maps with: a section and a symbol, which do no harm here.
@@ -30,6 +31,8 @@ mod macros {
 
 #[path = "../../lb-ebpf/src/balance.rs"]
 mod balance;
+#[path = "../../lb-ebpf/src/events.rs"]
+mod events;
 #[path = "../../lb-ebpf/src/flows.rs"]
 mod flows;
 #[path = "../../lb-ebpf/src/hook.rs"]

@@ -5,6 +5,7 @@ use etherparse::checksum::Sum16BitWords;
 use etherparse::{
     Icmpv6Slice, LaxNetSlice, LaxSlicedPacket, LinkExtSlice, NetSlice, SlicedPacket, TransportSlice,
 };
+use lb_common::events::{CAPTURE, EVENT_REFUSAL, Event, NO_VERDICT, kind_of};
 use lb_common::frame::Buffer;
 use lb_common::layout::{Addr, FlowKey, ServiceKey};
 use lb_common::packet::{self, Ip, PROBE_RETURNS, ethertype, protocol};
@@ -385,6 +386,46 @@ pub fn check_alike(packet: &Packet, one: &Outcome, other: &Outcome) {
             "{:?}, {} at hand",
             packet.sum, packet.linear
         );
+    }
+}
+
+/// Panics where a monitor that watches everything is told something else of a packet than what became of it.
+///
+/// # Panics
+/// Then.
+#[track_caller]
+pub fn check_told(packet: &Packet, outcome: &Outcome, events: &[Event]) {
+    let (flows, packets): (Vec<&Event>, Vec<&Event>) =
+        events.iter().partition(|event| event.verdict == NO_VERDICT);
+    assert!(flows.iter().all(|event| event.captured == 0));
+    let kind = kind_of(outcome.verdict);
+    // A refusal that could not be answered has been told of already.
+    let is_told = kind != 0 && kind != EVENT_REFUSAL;
+    assert!(packets.len() <= 2 && (!is_told || !packets.is_empty()));
+    for event in &packets {
+        let is_last = event.verdict == outcome.verdict as u8;
+        assert!(
+            is_last || event.kind == EVENT_REFUSAL,
+            "told of {}",
+            event.verdict
+        );
+        let frame = if event.kind == EVENT_REFUSAL {
+            &packet.frame
+        } else {
+            &outcome.frame
+        };
+        assert_eq!(event.length as usize, frame.len(), "length of what is told");
+        let captured = event.captured as usize;
+        assert_eq!(event.frame[..captured], frame[..captured], "what is told");
+        // At XDP it is read by pairs of octets.
+        let most = frame.len().min(CAPTURE);
+        assert!(
+            captured == most || captured + 1 == most,
+            "{captured} of {most}"
+        );
+    }
+    if is_told {
+        assert!(packets.iter().any(|event| event.kind == kind));
     }
 }
 

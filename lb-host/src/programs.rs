@@ -8,6 +8,10 @@ pub struct XdpContext {
 }
 
 impl XdpContext {
+    pub fn new(ctx: *mut xdp_md) -> Self {
+        Self { ctx }
+    }
+
     pub fn data(&self) -> usize {
         // SAFETY: valid while the program runs, which is as long as this is used.
         unsafe { (*self.ctx).data as usize }
@@ -27,4 +31,12 @@ pub struct TcContext {
 /// What is in it.
 pub struct SkBuff {
     pub skb: *mut __sk_buff,
+}
+
+impl TcContext {
+    pub fn new(skb: *mut __sk_buff) -> Self {
+        Self {
+            skb: SkBuff { skb },
+        }
+    }
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use lb_common::choice;
+use lb_common::events::Watch;
 use lb_common::layout::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Filter,
     MAX_BACKENDS_PER_PORT, MAX_PASS, MAX_PEER_ADDRS, MAX_VIP_PORTS_PER_POD_PORT, MODE_NATIVE,
@@ -153,6 +154,8 @@ pub struct Scene {
     pub vips: Vec<(Addr, Vip)>,
     /// The other node.
     pub peer: Peer,
+    /// A monitor, of everything.
+    pub watch: Watch,
     /// Who may use [`RESTRICTED`]: list, addresses and the length of their prefix.
     pub ranges: (u32, Vec<(IpAddr, u8)>),
 }
@@ -260,6 +263,15 @@ pub fn scene() -> Scene {
             flags: PEER_REFLECTS,
             addrs,
         },
+        watch: Watch {
+            until: u64::MAX,
+            verdicts: u64::MAX,
+            kinds: u32::MAX,
+            per_second: 1_000_000,
+            sample: 1,
+            pid: 1,
+            client: Addr::UNSPECIFIED,
+        },
         ranges: (list, vec![(Ipv4Addr::new(172, 22, 0, 128).into(), 25)]),
     }
 }
@@ -292,6 +304,7 @@ impl Scene {
             uplink: 0,
         };
         engine.set(map::PEER_MACS, &mac, &PEER);
+        engine.set(map::WATCH, &0_u32, &self.watch);
         let (list, ranges) = &self.ranges;
         for (address, length) in ranges {
             let source = Source::new(*list, Addr::from(*address));

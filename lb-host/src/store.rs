@@ -39,15 +39,23 @@ pub struct Table {
 pub struct Store {
     tables: HashMap<usize, Table>,
     globals: HashMap<usize, u32>,
+    /// Records that nobody has taken yet.
+    rings: HashMap<usize, Vec<Box<[u8]>>>,
     /// What programs have removed in this run: they may still hold a pointer, which the kernel lets them.
     removed: Vec<Value>,
     pub clock: Clock,
+    /// State of the random numbers.
+    pub random: u64,
     /// MAC of every neighbour, if the routing table knows any.
     pub neighbor: Option<[u8; 6]>,
 }
 
 /// `-E2BIG`: no room for another row.
 pub const NO_ROOM: i32 = -7;
+/// `-EAGAIN`: a ring without room.
+const AGAIN: i32 = -11;
+/// What a ring needs for a record besides its bytes.
+const RECORD: usize = 8;
 /// `-EEXIST`.
 const EXISTS: i32 = -17;
 /// `-ENOENT`.
@@ -127,6 +135,23 @@ impl Store {
         }
         table.rows.insert(key.into(), stored(value));
         Ok(())
+    }
+
+    /// Adds a record to a ring of so many bytes.
+    pub fn output(&mut self, id: usize, record: &[u8], room: usize) -> Result<(), i32> {
+        let records = self.rings.entry(id).or_default();
+        let need = |record: &[u8]| (RECORD + record.len()).next_multiple_of(RECORD);
+        let taken: usize = records.iter().map(|record| need(record)).sum();
+        if taken + need(record) > room - 1 {
+            return Err(AGAIN);
+        }
+        records.push(record.into());
+        Ok(())
+    }
+
+    /// Takes a ring's records.
+    pub fn take(&mut self, id: usize) -> Vec<Box<[u8]>> {
+        self.rings.remove(&id).unwrap_or_default()
     }
 
     /// Takes a row out.

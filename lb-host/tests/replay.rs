@@ -1,6 +1,11 @@
 //! Every dialogue in `fuzz/seeds` is played again: what once found a fault finds it for ever.
 
-use lb_host::corpus::{Stage, files, steps};
+use std::collections::BTreeSet;
+use std::fs;
+
+use lb_common::Verdict;
+use lb_host::corpus::{Stage, files, folder, steps, write};
+use lb_host::seeds::seeds;
 
 #[test]
 fn no_dialogue_that_is_kept_finds_a_fault() {
@@ -12,4 +17,33 @@ fn no_dialogue_that_is_kept_finds_a_fault() {
         println!("{}", path.display());
         stage.play(&steps(&bytes));
     }
+}
+
+#[test]
+fn the_files_are_what_the_seeds_are() {
+    for (name, dialogue) in seeds() {
+        let kept = fs::read(folder().join(&name)).unwrap_or_default();
+        assert!(
+            kept == write(&dialogue),
+            "fuzz/seeds/{name} is another: `cargo run -p lb-host --example seeds`"
+        );
+    }
+}
+
+/// What the scene's tables do not lead to: nobody takes backends away, and no peer fails.
+const UNMET: &[&str] = &[];
+
+/// A fuzzer that begins with fewer finds the rest late or never.
+#[test]
+fn the_seeds_meet_all_verdicts_but_some() {
+    let stage = Stage::default();
+    let mut met = BTreeSet::new();
+    for (_, dialogue) in seeds() {
+        for outcome in stage.play(&steps(&write(&dialogue))) {
+            met.insert(outcome.verdict.name());
+        }
+    }
+    let all = Verdict::ALL.iter().map(|verdict| verdict.name());
+    let missing: Vec<_> = all.filter(|name| !met.contains(name)).collect();
+    assert_eq!(missing, UNMET);
 }
