@@ -1,11 +1,6 @@
 //! The kernel's helpers that the programs call, with what they return and refuse (`net/core/filter.c`,
 //! `net/core/utils.c`), over the thread's [`frame`](crate::frame) and [`store`](crate::store).
 
-#![expect(
-    clippy::missing_safety_doc,
-    reason = "as unsafe as aya's: contexts are the program's own"
-)]
-
 use core::ffi::c_void;
 use core::mem::offset_of;
 

@@ -8,6 +8,11 @@
 //! [`oracle`] tells by an independent packet library what may have become of a packet, [`corpus`] replays dialogues from
 //! files, and the fuzz target (`fuzz/`) looks for others.
 
+#![expect(
+    clippy::needless_borrows_for_generic_args,
+    reason = "the programs' modules, as in their own crate"
+)]
+
 // A name for ourselves: the modules below say `use aya_ebpf::…`.
 extern crate self as aya_ebpf;
 

@@ -18,6 +18,8 @@ use crate::scene::{
 };
 
 type End = (IpAddr, u16);
+/// Frames, and whether they go out.
+type Frames = Vec<(bool, Vec<u8>)>;
 
 /// The client's port.
 const PORT: u16 = 40_000;
@@ -212,8 +214,8 @@ fn trio(is_v6: bool) -> (IpAddr, IpAddr, IpAddr) {
     }
 }
 
-/// The frames of dialogues by a name, and whether they go out.
-fn plain() -> Vec<(String, Vec<(bool, Vec<u8>)>)> {
+/// The frames of dialogues by a name.
+fn plain() -> Vec<(String, Frames)> {
     let mut all = Vec::new();
     for is_v6 in [false, true] {
         let version = if is_v6 { 6 } else { 4 };
