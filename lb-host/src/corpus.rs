@@ -55,6 +55,14 @@ pub fn steps(bytes: &[u8]) -> Vec<Step> {
     written.map(|(how, frame)| step(how, &frame)).collect()
 }
 
+/// The steps of a dialogue with plain packets: all of them at hand, nothing known of their sums.
+pub fn plain(written: &Written) -> Vec<Step> {
+    let steps = written.iter();
+    steps
+        .map(|(how, frame)| step(how & PROGRAM, frame))
+        .collect()
+}
+
 /// Reads a dialogue as it is written.
 pub fn read(mut bytes: &[u8]) -> Written {
     let mut steps = Written::new();
