@@ -10,7 +10,7 @@ use lb_host::scene::{PEER, Scene, scene};
 /// Room for flows, which no dialogue fills.
 const ROOM: u32 = 64;
 /// Frames that are made out of the kept dialogues.
-const MUTATED: usize = 2000;
+const MUTATED: usize = 20_000;
 
 /// The programs in the kernel with a scene's tables.
 fn in_kernel(scene: &Scene) -> Engine {
