@@ -54,8 +54,8 @@ pub fn run(Options { frames }: Options) -> Result<()> {
     let known = artifacts()?;
     let mut fuzz = cargo_fuzz("run");
     fuzz.args(["engine", CORPUS, SEEDS, "--"])
-        // A dialogue of whole frames; what a longer one finds, a shorter one does, too.
-        .args(["-max_len=4096", "-len_control=0"])
+        // A dialogue of whole frames; what a longer one finds, a shorter one does, too. Told is what is new alone.
+        .args(["-max_len=4096", "-len_control=0", "-reduce_inputs=0"])
         .env("IRONLB_FUZZ_FRAMES", frames.to_string());
     let fuzzed = stage(
         &format!("fuzz {frames} frames"),
