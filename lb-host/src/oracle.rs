@@ -111,7 +111,7 @@ pub fn check_parsed(frame: &[u8]) {
         );
         return;
     };
-    if ip.is_v6() == flow.client.is_v4() {
+    if ip.is_v6() != (frame[network] >> 4 == 6) {
         // The library goes by the version in the header, Ethernet's type notwithstanding; the kernel drops such a one.
         assert!(!ip.is_well_formed(), "of two versions: {frame:02x?}");
         return;
