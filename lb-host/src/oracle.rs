@@ -170,6 +170,7 @@ fn is_sound_for_vip(frame: &[u8]) -> bool {
                 // Of a length of 0 the library makes all that is there (RFC 2675, BIG TCP); the engine knows none.
                 && ip.header().payload_length() != 0
                 && ip.header().source()[0] == 0xfd
+                && ip.header().source() != VIP6.octets()
                 && is_known
                 && count <= packet::MAX_EXTENSIONS
                 && !ip.is_payload_fragmented()
