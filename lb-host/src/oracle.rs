@@ -180,6 +180,15 @@ fn is_sound_for_vip(frame: &[u8]) -> bool {
     frame[..6] == NODE_MAC && is_untagged && !has_odd_tag(frame) && is_ours
 }
 
+/// Whether a packet's transport header lies behind more extension headers than the engine brings to hand of an skb that
+/// is not linear: there it takes such a packet for one that is cut.
+fn is_beyond_reach(packet: &Packet) -> bool {
+    packet.linear < packet.frame.len()
+        && packet.frame.len() > packet::EXTENSION_HEADERS
+        && parsed(&packet.frame)
+            .is_none_or(|(layout, _)| layout.transport + 20 > packet::EXTENSION_HEADERS)
+}
+
 /// Sum of 16-bit words in memory order, folded; 0xffff where a checksum among them is right.
 fn sum(parts: &[&[u8]]) -> u16 {
     let all = parts
@@ -316,7 +325,7 @@ pub fn check(scene: &Scene, program: Program, packet: &Packet, outcome: &Outcome
     let verdict = outcome.verdict;
     let before = finished(packet, &packet.frame);
     check_parsed(&before);
-    if program != Program::Egress && is_sound_for_vip(&before) {
+    if program != Program::Egress && is_sound_for_vip(&before) && !is_beyond_reach(packet) {
         assert!(
             !matches!(
                 verdict,
@@ -390,6 +399,9 @@ pub fn check(scene: &Scene, program: Program, packet: &Packet, outcome: &Outcome
 /// Then.
 #[track_caller]
 pub fn check_alike(packet: &Packet, one: &Outcome, other: &Outcome) {
+    if is_beyond_reach(packet) {
+        return;
+    }
     assert_eq!(
         one.verdict, other.verdict,
         "{:?}, {} at hand",
