@@ -1,7 +1,6 @@
 //! The real object under `BPF_PROG_TEST_RUN`: a packet in, a packet, a verdict and map entries out.
 //! No interface, no pins: every engine has maps of its own.
 
-use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::LazyLock;
 
@@ -9,15 +8,15 @@ use anyhow::{Context, Result, bail};
 use aya::maps::lpm_trie::{Key, LpmTrie};
 use aya::maps::{Array, HashMap, MapData, PerCpuArray, RingBuf};
 use aya::programs::{Program, TestRun, TestRunOptions};
-use aya::{Btf, Ebpf, EbpfLoader, Pod};
+use aya::{Btf, Ebpf, EbpfLoader};
+use lb_common::Verdict;
 use lb_common::events::{Ending, Event, Telling, Watch};
 use lb_common::layout::{
-    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Exception, Flow, FlowKey,
-    MAX_BACKENDS_PER_PORT, MAX_VIP_PORTS_PER_POD_PORT, MODE_NATIVE, MODE_TC, Peer, PeerMac,
-    PodPort, Reflection, Service, ServiceKey, Source, Traffic, Uplink, Vip, backend_id, global,
-    map, peer_link, program,
+    Addr, Backend, Control, Exception, Flow, FlowKey, MODE_NATIVE, MODE_TC, Peer, PeerMac, Pod,
+    PodPort, Reflection, Service, ServiceKey, Source, Traffic, Uplink, Vip, global, map, peer_link,
+    program,
 };
-use lb_common::{Verdict, choice};
+use lb_host::scene::{self, HEARTBEAT_PORT, Served, ServedPort};
 
 /// The kernel's type information, parsed once: it takes longer than everything else here.
 static BTF: LazyLock<Option<Btf>> = LazyLock::new(|| Btf::from_sys_fs().ok());
@@ -41,12 +40,6 @@ pub mod tc {
     /// `TC_ACT_REDIRECT`.
     pub const REDIRECT: u32 = 7;
 }
-
-/// A VIP, a port of it, and the pods behind: address and port.
-pub type ServedPort<'a, A> = (A, u16, &'a [(A, u16)]);
-
-/// UDP port of heartbeats and probes.
-pub const HEARTBEAT_PORT: u16 = 9470;
 
 /// The loaded object.
 pub struct Engine {
@@ -185,7 +178,10 @@ impl Engine {
             .with_context(|| format!("no map {name}"))
     }
 
-    fn hash<K: Pod, V: Pod>(&mut self, name: &str) -> Result<HashMap<&mut MapData, K, V>> {
+    fn hash<K: aya::Pod, V: aya::Pod>(
+        &mut self,
+        name: &str,
+    ) -> Result<HashMap<&mut MapData, K, V>> {
         Ok(self
             .ebpf
             .map_mut(name)
@@ -193,7 +189,7 @@ impl Engine {
             .try_into()?)
     }
 
-    fn set<V: Pod>(&mut self, name: &str, index: u32, value: V) -> Result<()> {
+    fn set<V: aya::Pod>(&mut self, name: &str, index: u32, value: V) -> Result<()> {
         let map = self
             .ebpf
             .map_mut(name)
@@ -355,9 +351,9 @@ impl Engine {
     /// # Errors
     /// As any map update.
     pub fn set_pod(&mut self, pod: impl Into<IpAddr>, flags: u32) -> Result<()> {
-        let pod_flags = lb_common::layout::Pod { flags };
+        let pod_flags = Pod { flags };
         Ok(self
-            .hash::<Addr, lb_common::layout::Pod>(map::PODS)?
+            .hash::<Addr, Pod>(map::PODS)?
             .insert(Addr::from(pod.into()), pod_flags, 0)?)
     }
 
@@ -367,71 +363,53 @@ impl Engine {
     /// # Errors
     /// As any map update.
     pub fn serve<A: Into<IpAddr> + Copy>(&mut self, ports: &[ServedPort<'_, A>]) -> Result<()> {
-        let mut index = 0;
-        let mut leads: BTreeMap<ServiceKey, Vec<ServiceKey>> = BTreeMap::new();
-        let mut control = Control {
-            refusals_per_second: 1000,
-            ..Control::default()
-        };
-        for (id, (vip, port, backends)) in ports.iter().enumerate() {
-            let vip_port = ServiceKey::new(Addr::from((*vip).into()), *port);
-            let mut candidates = [Candidate::default(); MAX_BACKENDS_PER_PORT];
-            for (at, (pod, pod_port)) in backends.iter().enumerate() {
-                let pod: IpAddr = (*pod).into();
-                let addr = Addr::from(pod);
-                let flags = BACKEND_ALIVE | BACKEND_ELIGIBLE;
-                let service = id as u16;
-                self.set_backend(
-                    index,
-                    Backend {
-                        addr,
-                        port: *pod_port,
-                        service,
-                        generation: 1,
-                        flags,
-                        peer: 0,
-                        pad: 0,
-                    },
-                )?;
-                let identity = choice::identity(&pod.to_string());
-                candidates[at] = Candidate {
-                    backend: backend_id(index, 1),
-                    identity,
-                };
-                leads
-                    .entry(ServiceKey::new(addr, *pod_port))
-                    .or_default()
-                    .push(vip_port);
-                control.pod_filter.insert(&addr);
-                self.set_pod(pod, 0)?;
-                index += 1;
-            }
-            let service = Service {
-                version: 1,
-                id: id as u16,
-                flags: 0,
-                seed: choice::name_hash("metal3/ironic"),
-                count: backends.len() as u32,
-                sources: 0,
-                local: u64::MAX,
-                candidates,
-                pad_tail: 0,
-                version_tail: 1,
-            };
-            self.set_service(vip_port, service)?;
+        self.write(&scene::serve(ports))
+    }
+
+    /// Writes rows that serve VIP ports.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn write(&mut self, served: &Served) -> Result<()> {
+        for (index, backend) in served.backends.iter().enumerate() {
+            self.set_backend(index as u16, *backend)?;
         }
-        for (pod_port, vip_ports) in leads {
-            let nothing = ServiceKey::new(Addr::UNSPECIFIED, 0);
-            let mut value = PodPort {
-                count: vip_ports.len() as u32,
-                flags: 0,
-                vip_ports: [nothing; MAX_VIP_PORTS_PER_POD_PORT],
-            };
-            value.vip_ports[..vip_ports.len()].copy_from_slice(&vip_ports);
+        for (key, service) in &served.services {
+            self.set_service(*key, *service)?;
+        }
+        for (addr, pod) in &served.pods {
+            self.hash::<Addr, Pod>(map::PODS)?.insert(addr, pod, 0)?;
+        }
+        for (key, pod_port) in &served.pod_ports {
             self.hash::<ServiceKey, PodPort>(map::POD_PORTS)?
-                .insert(pod_port, value, 0)?;
+                .insert(key, pod_port, 0)?;
         }
-        self.set_control(control)
+        self.set_control(served.control)
+    }
+
+    /// Forgets all flows, and which of so many backends have been shunned.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn forget(&mut self, backends: usize) -> Result<()> {
+        for name in [map::LIVING, map::LIVING_REPLY, map::YOUNG] {
+            for (key, _) in self.flows(name)? {
+                self.lose_flow(name, &key)?;
+            }
+        }
+        for index in 0..backends {
+            self.set(map::SHUNNED, index as u32, 0_u64)?;
+        }
+        Ok(())
+    }
+
+    /// All rows of a flow table.
+    ///
+    /// # Errors
+    /// As any map look-up.
+    pub fn flows(&mut self, name: &str) -> Result<Vec<(FlowKey, Flow)>> {
+        let rows = self.hash::<FlowKey, Flow>(name)?;
+        Ok(rows.iter().collect::<Result<_, _>>()?)
     }
 
     /// The entry of a flow in one of the flow tables.

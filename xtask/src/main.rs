@@ -7,6 +7,7 @@ mod ci;
 mod cluster;
 mod demo;
 mod exec;
+mod fuzz;
 mod image;
 mod kernels;
 mod laboratory;
@@ -41,6 +42,8 @@ enum Command {
     Load(load::Options),
     /// Run every test.
     Test(test::Options),
+    /// Look for packets that the engine treats as it must not, by libFuzzer; needs no root.
+    Fuzz(fuzz::Options),
     /// Boot other kernels in QEMU: do all programs load, and does ironlb work there?
     Kernels(kernels::Options),
     /// Run what CI runs: formatting, lints, documentation, tests.
@@ -68,6 +71,7 @@ fn run(Cli { command }: Cli) -> Result<()> {
         Command::Image(options) => image::run(options),
         Command::Load(options) => load::run(options),
         Command::Test(options) => test::run(options),
+        Command::Fuzz(options) => fuzz::run(options),
         Command::Kernels(options) => kernels::run(options),
         Command::Ci(options) => ci::run(options),
         Command::Bench(options) => bench::run(options),

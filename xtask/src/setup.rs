@@ -7,13 +7,15 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail};
 
-use crate::exec::{command, exec, find, output, stage};
+use crate::exec::{command, exec, find, output, stage, target_directory};
 use crate::image::{Arch, Compiler};
 
 /// Name under which Debian's compiler is linked into rustup; lb-userspace's build script looks for it.
 const LINKED: &str = "ironlb-bpf";
 /// Pinned together with the compiler's LLVM: the linker must not be the older one.
 const LINKER: (u32, u32, u32) = (0, 13, 0);
+/// What builds and runs fuzz targets.
+const FUZZER: &str = "0.13.2";
 /// Where pinned maps and programs live.
 const BPFFS: &str = "/sys/fs/bpf";
 /// While this exists and says 101, Debian's packages start no services.
@@ -151,6 +153,36 @@ pub fn ensure_kernels() -> Result<()> {
     }
     ensure()?;
     install(&missing(KERNEL_PROGRAMS))
+}
+
+/// Installs what is missing to fuzz, below the target directory, and tells where it is. Unlike [`ensure`] it needs root only
+/// where there is no C++ compiler.
+///
+/// # Errors
+/// As [`run`].
+pub fn ensure_fuzzer() -> Result<PathBuf> {
+    rustup_comes_first()?;
+    install(&missing(&[("c++", "g++", "libFuzzer is C++")]))?;
+    if let Some(path) = find("cargo-fuzz") {
+        return Ok(path);
+    }
+    let folder = target_directory()?.join("../tools");
+    let path = folder.join("bin/cargo-fuzz");
+    if !path.exists() {
+        stage(
+            &format!("build cargo-fuzz {FUZZER}"),
+            "it builds and runs the fuzzer; takes about a minute",
+            || {
+                exec(
+                    command("cargo")
+                        .args(["install", "cargo-fuzz", "--version", FUZZER, "--locked"])
+                        .arg("--root")
+                        .arg(&folder),
+                )
+            },
+        )?;
+    }
+    Ok(path)
 }
 
 /// Checks that rustup's components for lints and formatting are installed.

@@ -2,6 +2,7 @@
 //! action, entries and counters. Checksums are recomputed from scratch by an independent library.
 
 mod events;
+mod host;
 mod icmp;
 mod odd;
 mod peers;

@@ -1,8 +1,8 @@
 //! What the programs do with other nodes: hand on, take over, reflect.
 
-use ironlb_tests::engine::HEARTBEAT_PORT;
 use lb_common::layout::{FLOW_HANDED_ON, MAX_PEER_ADDRS, PEER_REFLECTS, Peer, SERVICE_SILENT};
 use lb_common::packet::{PROBE_ASKS, PROBE_MAGIC, PROBE_RETURNS, PROBE_SOURCE, Probe};
+use lb_host::scene::HEARTBEAT_PORT;
 
 use super::*;
 

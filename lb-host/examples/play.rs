@@ -1,0 +1,42 @@
+//! Plays a dialogue (a file that the fuzzer or a test has kept), and shows each step and what became of it.
+
+use std::error::Error;
+use std::fmt::Write as _;
+
+use lb_host::corpus::{Stage, steps};
+
+fn hex(frame: &[u8]) -> String {
+    frame.iter().fold(String::new(), |mut text, octet| {
+        let _ = write!(text, "{octet:02x}");
+        text
+    })
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let path = std::env::args()
+        .nth(1)
+        .ok_or("which file? e.g. fuzz/seeds/closed-v4-xdp")?;
+    let bytes = std::fs::read(&path).map_err(|error| format!("{path}: {error}"))?;
+    let steps = steps(&bytes);
+    let stage = Stage::default();
+    for (at, step) in steps.iter().enumerate() {
+        let packet = &step.packet;
+        println!(
+            "{:?}, {} of {} bytes at hand, tag {:?}, sum {:?}\n    {}",
+            step.program,
+            packet.linear,
+            packet.frame.len(),
+            packet.tag,
+            packet.sum,
+            hex(&packet.frame)
+        );
+        // From the beginning every time: what comes last is what has not been shown yet.
+        let outcomes = stage.play(&steps[..=at]);
+        println!(
+            "    {:?}\n    {}",
+            outcomes[at].verdict,
+            hex(&outcomes[at].frame)
+        );
+    }
+    Ok(())
+}
