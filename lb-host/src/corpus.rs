@@ -30,7 +30,7 @@ const STEPS: usize = 8;
 /// Room for flows: little, so that it ends.
 const ROOM: usize = 4;
 
-/// [`PROGRAM`]'s values.
+/// `PROGRAM`'s values.
 pub const XDP: u8 = 0;
 /// Likewise.
 pub const INGRESS: u8 = 1;

@@ -1,8 +1,8 @@
 //! The programs of ironlb on the host: `lb-ebpf`'s own modules, compiled for this machine.
 //!
 //! They name the crate `aya_ebpf`; here that is this crate, whose modules of the same names stand in for the kernel: maps
-//! in ordinary memory ([`btf_maps`]), helpers ([`helpers`]), and contexts whose packets end right before a page that
-//! nobody may read ([`frame`]). Nothing of the engine is written twice, so what holds here holds for the source of the
+//! in ordinary memory (`btf_maps`), helpers (`helpers`), and contexts whose packets end right before a page that
+//! nobody may read (`frame`). Nothing of the engine is written twice, so what holds here holds for the source of the
 //! loaded programs; that the kernel's own helpers and maps do the same is what `tests/tests/packets` compares.
 //!
 //! [`oracle`] tells by an independent packet library what may have become of a packet, [`corpus`] replays dialogues from
