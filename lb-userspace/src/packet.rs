@@ -289,6 +289,25 @@ pub fn link_address(ifindex: u32, protocol: u16) -> io::Result<SockAddr> {
     Ok(address)
 }
 
+/// The IP header of a frame with ICMPv6, as an independent library reads it, which finds its checksum right.
+#[cfg(test)]
+#[track_caller]
+pub(crate) fn checked_icmpv6(frame: &[u8]) -> etherparse::Ipv6Header {
+    let packet = etherparse::PacketHeaders::from_ethernet_slice(frame).expect("parses");
+    let Some(etherparse::NetHeaders::Ipv6(ip, _)) = packet.net else {
+        panic!("not IPv6")
+    };
+    let Some(etherparse::TransportHeader::Icmpv6(message)) = packet.transport else {
+        panic!("not ICMPv6")
+    };
+    let sum = message
+        .icmp_type
+        .calc_checksum(ip.source, ip.destination, packet.payload.slice())
+        .expect("short");
+    assert_eq!(message.checksum, sum);
+    ip
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -329,21 +348,10 @@ mod tests {
             frame[..12],
             [0x33, 0x33, 0xff, 0x12, 0x34, 2, 2, 0, 0, 0, 0, 1]
         );
-        let packet = etherparse::PacketHeaders::from_ethernet_slice(&frame).expect("parses");
-        let Some(etherparse::NetHeaders::Ipv6(ip, _)) = packet.net else {
-            panic!("not IPv6")
-        };
+        let ip = checked_icmpv6(&frame);
         assert_eq!((ip.hop_limit, ip.source), (255, own.octets()));
         let group: Ipv6Addr = "ff02::1:ff12:3402".parse().expect("valid");
         assert_eq!(ip.destination, group.octets());
-        let Some(etherparse::TransportHeader::Icmpv6(message)) = packet.transport else {
-            panic!("not ICMPv6")
-        };
-        let sum = message
-            .icmp_type
-            .calc_checksum(ip.source, ip.destination, packet.payload.slice())
-            .expect("short");
-        assert_eq!(message.checksum, sum);
         assert_eq!((frame[54], &frame[62..78]), (135, &target.octets()[..]));
         assert_eq!(
             frame[78..],

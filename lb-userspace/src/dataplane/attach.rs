@@ -14,7 +14,8 @@ use aya::programs::tc::{
 };
 use aya::programs::xdp::{XdpError, XdpLink};
 use aya::programs::{
-    ProgramError, SchedClassifier, TcAttachType, TcError, Xdp, XdpMode, loaded_programs,
+    ProgramError, ProgramInfo, SchedClassifier, TcAttachType, TcError, Xdp, XdpMode,
+    loaded_programs,
 };
 use aya::util::KernelVersion;
 use aya::{Ebpf, EbpfLoader};
@@ -78,27 +79,31 @@ impl<'a> Loader<'a> {
 
 /// Asks the kernel to take every program of the object, and attaches none.
 pub(super) fn load_all(object: &mut Ebpf) -> Vec<LoadedProgram> {
-    let load = |object: &mut Ebpf, name| {
-        let info = match name {
-            program::XDP | program::XDP_PLAIN => {
-                let xdp: &mut Xdp = typed(object, name)?;
-                xdp.load().and_then(|()| xdp.info())
-            }
-            _ => {
-                let tc: &mut SchedClassifier = typed(object, name)?;
-                tc.load().and_then(|()| tc.info())
-            }
-        };
-        let info = info.map_err(|error| load_error(name, &error))?;
-        Ok(info.verified_instruction_count())
-    };
     program::ALL
         .into_iter()
         .map(|name| LoadedProgram {
             name,
-            instructions: load(object, name),
+            instructions: load_program(object, name).map(|info| info.verified_instruction_count()),
         })
         .collect()
+}
+
+/// Asks the kernel to take one program of the object.
+pub(super) fn load_program(
+    object: &mut Ebpf,
+    name: &'static str,
+) -> Result<ProgramInfo, DataplaneError> {
+    let info = match name {
+        program::XDP | program::XDP_PLAIN => {
+            let xdp: &mut Xdp = typed(object, name)?;
+            xdp.load().and_then(|()| xdp.info())
+        }
+        _ => {
+            let tc: &mut SchedClassifier = typed(object, name)?;
+            tc.load().and_then(|()| tc.info())
+        }
+    };
+    info.map_err(|error| load_error(name, &error))
 }
 
 /// An interface that is to have our programs.
@@ -705,7 +710,7 @@ impl HasInfo for SchedClassifier {
     }
 }
 
-pub(super) fn load_error(what: &'static str, error: &ProgramError) -> DataplaneError {
+fn load_error(what: &'static str, error: &ProgramError) -> DataplaneError {
     DataplaneError::Load {
         what,
         reason: chain(error),

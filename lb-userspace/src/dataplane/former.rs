@@ -133,9 +133,9 @@ impl Former {
 
     /// Copies what began meanwhile, and removes the former maps: no program uses them any more.
     pub(super) fn finish(&mut self, pins: &Pins) -> Result<(), DataplaneError> {
-        let before: HashSet<FlowKey> = self.living.keys.clone();
+        let ended = self.end_ended(&pins.dir())?;
+        let copied = self.living.keys.len();
         self.copy_flows(&pins.dir())?;
-        let ended = self.end_ended(&pins.dir(), &before)?;
         let gap = self.began.map_or(0, |began| began.elapsed().as_millis());
         pins::remove_layout(&self.dir, &mut |_| ())?;
         let no_room = self.living.no_room + self.replies.no_room;
@@ -148,8 +148,8 @@ impl Former {
         info!(
             from = self.version,
             to = lb_common::LAYOUT_VERSION,
-            living = before.len(),
-            begun_meanwhile = self.living.keys.len() - before.len(),
+            living = copied,
+            begun_meanwhile = self.living.keys.len() - copied,
             ended_meanwhile = ended,
             gap_ms = gap as u64,
             "took over the state of another map layout; flows that began in the gap may have waited for a retransmission"
@@ -166,12 +166,12 @@ impl Former {
     }
 
     /// Flows that were copied and that the former programs ended afterwards would live for ever.
-    fn end_ended(&self, to: &Path, copied: &HashSet<FlowKey>) -> Result<usize, DataplaneError> {
+    fn end_ended(&self, to: &Path) -> Result<usize, DataplaneError> {
         let former: HashMap<MapData, FlowKey, Flow> = pinned(&self.dir, map::LIVING)?;
         let mut living: HashMap<MapData, FlowKey, Flow> = pinned(to, map::LIVING)?;
         let mut replies: HashMap<MapData, FlowKey, Flow> = pinned(to, map::LIVING_REPLY)?;
         let mut ended = 0;
-        for key in copied {
+        for key in &self.living.keys {
             if former.get(key, 0).is_ok() {
                 continue;
             }

@@ -14,7 +14,7 @@ use aya::programs::{ProgramError, SchedClassifier, TestRun, TestRunOptions, Test
 use aya::{Ebpf, EbpfLoader};
 use lb_common::{Bucket, Flow, FlowKey, Pressure, Reflection, Verdict, global, map, program};
 
-use super::attach::{SLOTS, load_error, typed};
+use super::attach::{SLOTS, load_program, typed};
 use super::error::chain;
 use super::read::Reader;
 use super::{DataplaneError, Options, maps, pins, ticks_per_second};
@@ -222,7 +222,7 @@ impl Shadow {
             .get(&0, 0)
             .map_err(|source| DataplaneError::map("read", map::BUCKET, source))?
             .to_vec();
-        let tag = load_program(&mut object, program)?;
+        let tag = load_program(&mut object, program)?.tag();
         Ok(Self {
             object,
             program,
@@ -283,21 +283,6 @@ impl Shadow {
         let counted = Verdict::ALL.iter().map(read).collect::<Result<_, _>>();
         counted.map_err(|source| DataplaneError::map("read", map::VERDICTS, source))
     }
-}
-
-fn load_program(object: &mut Ebpf, name: &'static str) -> Result<u64, DataplaneError> {
-    let info = match name {
-        program::XDP | program::XDP_PLAIN => {
-            let xdp: &mut Xdp = typed(object, name)?;
-            xdp.load().and_then(|()| xdp.info())
-        }
-        _ => {
-            let tc: &mut SchedClassifier = typed(object, name)?;
-            tc.load().and_then(|()| tc.info())
-        }
-    };
-    info.map(|info| info.tag())
-        .map_err(|error| load_error(name, &error))
 }
 
 fn test_run(
