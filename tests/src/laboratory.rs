@@ -30,14 +30,14 @@ const PEERS_KEY: &str = "66c1f2a0c77a4c5d9f3b0a5e7f1d2c3b4a59687786958473625140f
 const NODE_BRIDGE: &str = "br-ex";
 
 /// The IPv6 address that goes with an IPv4 one: the last octet's digits are those of the last group.
-fn twin(prefix: [u16; 4], last: u8) -> Ipv6Addr {
+pub(crate) fn twin(prefix: [u16; 4], last: u8) -> Ipv6Addr {
     let digits = u16::from(last / 100) << 8 | u16::from(last / 10 % 10) << 4 | u16::from(last % 10);
     let [a, b, c, d] = prefix;
     Ipv6Addr::new(a, b, c, d, 0, 0, 0, digits)
 }
 
 /// On the provisioning network, which is `fd00:22::/64`, too.
-fn provisioning6(last: u8) -> Ipv6Addr {
+pub(crate) fn provisioning6(last: u8) -> Ipv6Addr {
     twin([0xfd00, 0x22, 0, 0], last)
 }
 

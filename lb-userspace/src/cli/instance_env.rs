@@ -35,8 +35,8 @@ const REPEAT: Duration = Duration::from_secs(10);
 Writes IRONIC_HTTP_URL, IRONIC_IPA_BASE_URL, IRONIC_EXTERNAL_HTTP_URL (https where there is a port group
 for images over TLS), IRONIC_BASE_URL and IRONIC_EXTERNAL_CALLBACK_URL.
 
-The agent's address: --agent, else $HOST_IP or $NODE_IP (downward API, status.hostIP), else the pod's
-default gateway.
+The agent's address: --agent, else $HOST_IP or $NODE_IP (downward API, status.hostIP; of several by comma,
+as in status.hostIPs, the first), else the pod's default gateway.
 
 Exit codes: 0 the file is written, 1 it is not: the last line says what was missing.
 
@@ -44,6 +44,7 @@ Examples:
   ironlb instance-env                                        port names as Metal3 has them
   ironlb instance-env --images images --images-tls images-tls --api api --api-https
   ironlb instance-env --vip 172.22.0.2 --external-vip 192.168.50.2    BMCs live on another network
+  ironlb instance-env --external-vip fd00:22::2                       BMCs are told the IPv6 VIP of a dual stack
   set -a; . /shared/instance.env; exec /bin/runironic                 how a container uses it")]
 pub(super) struct Arguments {
     /// The agent on this node: an address, or an address with a port.
@@ -81,7 +82,8 @@ struct Wanted {
     /// The API speaks TLS.
     #[arg(long)]
     api_https: bool,
-    /// The VIP that ramdisks use, where the pod is behind several.
+    /// The VIP that ramdisks use, where the pod is behind several [default: the one of the agent's address's version of
+    /// IP].
     #[arg(long, value_name = "IP")]
     vip: Option<IpAddr>,
     /// The VIP that BMCs use [default: the same].
@@ -145,8 +147,9 @@ fn agent(text: &str) -> Result<SocketAddr, String> {
 fn find_agent() -> anyhow::Result<SocketAddr> {
     for name in NODE_ADDRESS {
         if let Some(address) = std::env::var_os(name).filter(|value| !value.is_empty()) {
-            let address = address.to_string_lossy();
-            return agent(&address).map_err(|error| anyhow!("${name}: {error}"));
+            let addresses = address.to_string_lossy();
+            let address = addresses.split(',').next().unwrap_or_default();
+            return agent(address).map_err(|error| anyhow!("${name}: {error}"));
         }
     }
     let gateway = interfaces::default_gateway()?;
@@ -218,14 +221,15 @@ fn environment(answer: &InstanceAnswer, wanted: &Wanted) -> Result<Environment, 
         vip,
         external_vip,
     } = wanted;
+    let on = |vip: IpAddr| {
+        let all = answer.services.iter().chain(&answer.other_version);
+        all.filter(move |service| service.vip == vip)
+    };
     let own = |vip: IpAddr, name: &str| {
-        let mut services = answer.services.iter().filter(|service| service.vip == vip);
-        services.find_map(|service| service.instance_ports.get(name).copied())
+        on(vip).find_map(|service| service.instance_ports.get(name).copied())
     };
-    let shared = |vip: IpAddr, name: &str| {
-        let mut services = answer.services.iter().filter(|service| service.vip == vip);
-        services.find_map(|service| service.ports.get(name).copied())
-    };
+    let shared =
+        |vip: IpAddr, name: &str| on(vip).find_map(|service| service.ports.get(name).copied());
     let vip = match vip {
         Some(vip) => *vip,
         None => {
@@ -275,9 +279,8 @@ fn environment(answer: &InstanceAnswer, wanted: &Wanted) -> Result<Environment, 
 }
 
 fn no_slot(answer: &InstanceAnswer, images: &str) -> Lack {
-    let known: Vec<_> = answer
-        .services
-        .iter()
+    let known = answer.services.iter().chain(&answer.other_version);
+    let known: Vec<_> = known
         .map(|service| {
             let slot = match service.slot {
                 None => "no slot yet".to_owned(),
@@ -370,6 +373,7 @@ mod tests {
         InstanceAnswer {
             address: "10.244.0.12".parse().expect("an address"),
             services: services.collect(),
+            other_version: Vec::new(),
         }
     }
 
@@ -462,6 +466,30 @@ mod tests {
         ] {
             assert!(env.lines().any(|l| l == line), "no {line} in {env}");
         }
+    }
+
+    #[test]
+    fn of_a_dual_stack_service_bmcs_may_get_the_other_version() {
+        let own: &[(&str, u16)] = &[("images", 6201)];
+        let mut answer = answer(&[
+            ("m/ironic", "172.22.0.2", Some(1), SHARED, own),
+            ("m/ironic", "fd00:22::2", Some(1), SHARED, own),
+        ]);
+        answer.other_version = answer.services.split_off(1);
+        // Without options the version by which the agent was asked.
+        assert!(!env(&answer, &wanted()).contains('['));
+        let wanted = Wanted {
+            external_vip: Some("fd00:22::2".parse().expect("an address")),
+            ..wanted()
+        };
+        assert_eq!(
+            env(&answer, &wanted),
+            "IRONIC_HTTP_URL=http://172.22.0.2:6201\n\
+             IRONIC_IPA_BASE_URL=http://172.22.0.2:6201\n\
+             IRONIC_EXTERNAL_HTTP_URL=http://[fd00:22::2]:6201\n\
+             IRONIC_BASE_URL=http://172.22.0.2:6385\n\
+             IRONIC_EXTERNAL_CALLBACK_URL=http://[fd00:22::2]:6385\n"
+        );
     }
 
     #[test]

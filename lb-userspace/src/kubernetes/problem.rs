@@ -34,6 +34,15 @@ pub enum Problem {
         /// Who asked.
         namespace: String,
     },
+    /// An address of a version of IP that the Service has no addresses of.
+    #[error(
+        "{vip} is not served: the Service's ipFamilies lack its version of IP; \
+         have it there (`ipFamilyPolicy: RequireDualStack`), or do not ask for it"
+    )]
+    VipOfOtherVersion {
+        /// What was asked for.
+        vip: IpAddr,
+    },
     /// None of those asked for can be had, so what was given before stays.
     #[error("none of the VIPs asked for can be had; {kept} stays")]
     VipKept {
@@ -203,7 +212,9 @@ impl Problem {
     /// The Event's reason.
     pub fn reason(&self) -> &'static str {
         match self {
-            Self::VipInvalid { .. } | Self::VipUnknown { .. } => "VipNotServed",
+            Self::VipInvalid { .. } | Self::VipUnknown { .. } | Self::VipOfOtherVersion { .. } => {
+                "VipNotServed"
+            }
             Self::VipNotAllowed { .. } => "VipNotAllowed",
             Self::VipKept { .. } => "VipKept",
             Self::NoFreeVip { .. } => "NoFreeVip",

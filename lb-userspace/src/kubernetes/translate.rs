@@ -336,33 +336,38 @@ impl<'a> Candidate<'a> {
 
     /// The VIPs that it asks for or was given.
     fn known_vips(&mut self, config: &ClusterConfig) {
-        let may_have = |vip: &IpAddr, namespace: &str| {
-            let policy = config.policies.get(vip);
-            policy.is_some_and(|policy| policy.namespaces.contain(namespace))
+        let namespace = self.namespace;
+        let versions = self.versions();
+        let judge = |vip: IpAddr| match config.policies.get(&vip) {
+            None => Err(Problem::VipUnknown { vip }),
+            Some(policy) if !policy.namespaces.contain(namespace) => Err(Problem::VipNotAllowed {
+                vip,
+                namespace: namespace.to_owned(),
+            }),
+            Some(_) if !versions.contains(&vip.is_ipv6()) => {
+                Err(Problem::VipOfOtherVersion { vip })
+            }
+            Some(_) => Ok(vip),
         };
         let assigned = annotation(&self.service.metadata, ASSIGNED_VIPS).unwrap_or_default();
         let mut kept = addresses(assigned)
             .flatten()
-            .filter(|vip| may_have(vip, self.namespace));
+            .filter_map(|vip| judge(vip).ok());
         let Some(text) = self.asks_for() else {
             let kept: Vec<_> = kept.collect();
-            for is_v6 in self.versions() {
+            for is_v6 in &versions {
                 self.vips
-                    .extend(kept.iter().find(|vip| vip.is_ipv6() == is_v6));
+                    .extend(kept.iter().find(|vip| vip.is_ipv6() == *is_v6));
             }
             return;
         };
         for vip in addresses(text) {
-            match vip {
-                Ok(vip) if may_have(&vip, self.namespace) => {
-                    self.vips.insert(vip);
-                }
-                Ok(vip) if config.policies.contains_key(&vip) => {
-                    let namespace = self.namespace.to_owned();
-                    self.complain(Problem::VipNotAllowed { vip, namespace });
-                }
-                Ok(vip) => self.complain(Problem::VipUnknown { vip }),
-                Err(text) => self.complain(Problem::VipInvalid { text }),
+            match vip
+                .map_err(|text| Problem::VipInvalid { text })
+                .and_then(judge)
+            {
+                Ok(vip) => drop(self.vips.insert(vip)),
+                Err(problem) => self.complain(problem),
             }
         }
         // A slip of the pen must not darken what is served.

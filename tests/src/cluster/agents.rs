@@ -1,5 +1,6 @@
 //! ironlb in the cluster: its image, `deploy/` as it ships, and what the nodes' maps hold.
 
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -107,12 +108,24 @@ impl Cluster {
     /// # Errors
     /// When it is not so in a minute.
     pub fn announcing(&self) -> Result<&ClusterNode> {
+        self.announcing_vip(VIP.into())
+    }
+
+    /// As [`Cluster::announcing`], for another VIP.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn announcing_vip(&self, address: IpAddr) -> Result<&ClusterNode> {
         let mut answering = Vec::new();
-        let waited = wait_until("one node announces the VIP", ELECTION, || {
+        let what = format!("one node announces {address}");
+        let waited = wait_until(&what, ELECTION, || {
             answering.clear();
             for node in &self.nodes {
                 let vips = node.reader()?.vips()?;
-                if vips.iter().any(|vip| vip.address == VIP && vip.answering) {
+                if vips
+                    .iter()
+                    .any(|vip| vip.address == address && vip.answering)
+                {
                     answering.push(node);
                 }
             }
@@ -120,7 +133,9 @@ impl Cluster {
         });
         let names: Vec<_> = answering.iter().map(|node| &node.name).collect();
         waited.with_context(|| format!("it is announced by {names:?}"))?;
-        answering.pop().context("nobody announces the VIP")
+        answering
+            .pop()
+            .with_context(|| format!("nobody announces {address}"))
     }
 
     /// Name of the agent's pod on a node.

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
-use std::net::{SocketAddr, SocketAddrV4, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{JoinHandle, sleep};
@@ -43,7 +43,7 @@ pub struct Requests(pub Vec<Request>);
 
 impl Clients {
     /// Starts them in `namespace`: so many requests a second to a web server (`localhost/web:test`) at `target`.
-    pub fn start(namespace: &Namespace, target: SocketAddrV4, per_second: u32) -> Self {
+    pub fn start(namespace: &Namespace, target: SocketAddr, per_second: u32) -> Self {
         let enough = Arc::new(AtomicBool::new(false));
         let pace = Duration::from_secs(1) / per_second;
         let begin = Instant::now();
@@ -55,7 +55,7 @@ impl Clients {
                 while !enough.load(Ordering::Relaxed) {
                     sleep(next.saturating_duration_since(Instant::now()));
                     let begun = Instant::now();
-                    let outcome = ask(target.into()).map_err(|error| format!("{error:#}"));
+                    let outcome = ask(target).map_err(|error| format!("{error:#}"));
                     requests.push(Request {
                         begun,
                         took: begun.elapsed(),

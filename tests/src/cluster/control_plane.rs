@@ -17,8 +17,8 @@ use crate::process::Process;
 pub(crate) const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 250, 0, 2);
 /// The ClusterIP of the API server: the first of [`SERVICES`].
 const CLUSTER_IP: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 1);
-/// Where ClusterIPs come from.
-const SERVICES: &str = "10.96.0.0/16";
+/// Where ClusterIPs come from; a Service that names no family has one of the first.
+const SERVICES: &str = "10.96.0.0/16,fd00:96::/112";
 const ETCD: &str = "http://127.0.0.1:2379";
 
 /// The control plane's processes; they end with the value.

@@ -1,5 +1,6 @@
 //! A real Kubernetes of two nodes in network namespaces, with a provisioning network: real API server,
-//! kubelets, containerd and CNI, built from source and kept in `target/cluster`.
+//! kubelets, containerd and CNI, built from source and kept in `target/cluster`. Everything but the control plane has
+//! an IPv6 address too: `fd00:22::11` beside 172.22.0.11, `fd00:244:0:1::/64` beside 10.244.1.0/24.
 //!
 //! ```text
 //!  host0 .100   host1 .101   bmc .150        control 10.250.0.2: etcd, API server, controllers
@@ -21,7 +22,7 @@ mod images;
 mod node;
 mod pki;
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -29,7 +30,7 @@ use anyhow::{Context as _, Result};
 use serde_json::Value;
 
 use crate::command::{run, run_with_input, wait_until};
-use crate::laboratory::{Cabling, Host};
+use crate::laboratory::{Cabling, Host, provisioning6, twin};
 use crate::namespace::Namespace;
 use crate::registry::{self, Kept};
 use control_plane::ControlPlane;
@@ -107,8 +108,10 @@ impl ClusterBuilder {
             let plan = Plan {
                 name,
                 internal: internal(number),
+                internal6: internal6(number),
                 provisioning: Ipv4Addr::new(172, 22, 0, 11 + number),
-                pods: pods(number),
+                provisioning6: provisioning6(11 + number),
+                pods: [pods(number), pods6(number)],
                 kube_proxy: self.kube_proxy,
             };
             let node = ClusterNode::start(tag, &plan, namespace, &pki, binaries, &directory)
@@ -150,9 +153,19 @@ fn internal(number: u8) -> Ipv4Addr {
     Ipv4Addr::new(10, 250, 0, 11 + number)
 }
 
+/// The same of IPv6.
+fn internal6(number: u8) -> Ipv6Addr {
+    twin([0xfd00, 0x250, 0, 0], 11 + number)
+}
+
 /// Addresses of a node's pods.
 fn pods(number: u8) -> String {
     format!("10.244.{number}.0/24")
+}
+
+/// The same of IPv6.
+fn pods6(number: u8) -> String {
+    format!("fd00:244:0:{number}::/64")
 }
 
 /// The namespaces and what connects them.
@@ -197,6 +210,9 @@ impl Network {
         for (number, name) in (0..).zip(NODES) {
             let node = namespace(name)?;
             node.sysctl("net.ipv4.ip_forward", "1")?;
+            node.sysctl("net.ipv6.conf.all.forwarding", "1")?;
+            // Pods find their gateway at once, as on a node that has been up for long.
+            node.sysctl("net.ipv6.conf.default.dad_transmits", "0")?;
             // Both: the kernel takes the larger of `all` and the interface's own.
             for scope in ["all", "default"] {
                 node.sysctl(&format!("net.ipv4.conf.{scope}.rp_filter"), "0")?;
@@ -206,14 +222,25 @@ impl Network {
             // Nobody is at .1, but kubelet looks for a default route.
             let mut lines = format!(
                 "addr add {}/24 dev {FABRIC}\n\
+                 addr add {}/64 dev {FABRIC} nodad\n\
                  addr add 172.22.0.{}/24 dev {UPLINK}\n\
-                 route add default via 10.250.0.1\n",
+                 addr add {}/64 dev {UPLINK} nodad\n\
+                 route add default via 10.250.0.1\n\
+                 route add default via fd00:250::1\n",
                 internal(number),
-                11 + number
+                internal6(number),
+                11 + number,
+                provisioning6(11 + number)
             );
             for other in (0..).take(NODES.len()).filter(|other| *other != number) {
-                let route = format!("route add {} via {}\n", pods(other), internal(other));
-                lines.push_str(&route);
+                let routes = format!(
+                    "route add {} via {}\nroute add {} via {}\n",
+                    pods(other),
+                    internal(other),
+                    pods6(other),
+                    internal6(other)
+                );
+                lines.push_str(&routes);
             }
             node.ip(&lines)?;
             nodes.push(node);

@@ -3,7 +3,7 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -54,6 +54,8 @@ pub struct ClusterNode {
     pub internal: Ipv4Addr,
     /// Its address on the provisioning network.
     pub provisioning: Ipv4Addr,
+    /// Its IPv6 address there.
+    pub provisioning6: Ipv6Addr,
     init: Process,
     directory: PathBuf,
 }
@@ -62,9 +64,11 @@ pub struct ClusterNode {
 pub(crate) struct Plan<'a> {
     pub(crate) name: &'a str,
     pub(crate) internal: Ipv4Addr,
+    pub(crate) internal6: Ipv6Addr,
     pub(crate) provisioning: Ipv4Addr,
-    /// Addresses of its pods, a /24.
-    pub(crate) pods: String,
+    pub(crate) provisioning6: Ipv6Addr,
+    /// Addresses of its pods, a /24 and a /64.
+    pub(crate) pods: [String; 2],
     pub(crate) kube_proxy: bool,
 }
 
@@ -85,7 +89,9 @@ impl ClusterNode {
         let Plan {
             name,
             internal,
+            internal6,
             provisioning,
+            provisioning6,
             ref pods,
             kube_proxy,
         } = *plan;
@@ -104,7 +110,8 @@ impl ClusterNode {
             write(&format!("sysctl/{sysctl}"), &format!("{value}\n"))?;
         }
         let user = format!("system:node:{name}");
-        let identity = pki.identity(&user, "system:nodes", &[name], &[internal.into()])?;
+        let addresses = [internal.into(), internal6.into()];
+        let identity = pki.identity(&user, "system:nodes", &[name], &addresses)?;
         write("ca.crt", &pki.certificate)?;
         write("node.crt", &identity.certificate)?;
         write("node.key", &identity.key)?;
@@ -116,7 +123,7 @@ impl ClusterNode {
         write("cni/10-pods.conflist", &cni(pods))?;
         write("kubelet.json", &kubelet(&group))?;
         write("name", name)?;
-        write("address", &internal.to_string())?;
+        write("addresses", &format!("{internal},{internal6}"))?;
 
         let mut words: Vec<String> = [
             "unshare",
@@ -141,7 +148,7 @@ impl ClusterNode {
                     "--kubeconfig=/mnt/kube-proxy.conf",
                     "--hostname-override",
                     name,
-                    "--cluster-cidr=10.244.0.0/16",
+                    "--cluster-cidr=10.244.0.0/16,fd00:244::/48",
                     // These are the whole machine's: left as they are.
                     "--conntrack-max-per-core=0",
                     "--conntrack-tcp-timeout-established=0s",
@@ -156,6 +163,7 @@ impl ClusterNode {
             namespace,
             internal,
             provisioning,
+            provisioning6,
             directory: directory.to_owned(),
         };
         let ready = wait_until("containerd answers", Duration::from_secs(30), || {
@@ -275,7 +283,8 @@ impl ClusterNode {
 }
 
 /// Pods are connected by veth pairs and routes, without a bridge and without masquerading.
-fn cni(pods: &str) -> String {
+fn cni(pods: &[String; 2]) -> String {
+    let ranges = pods.each_ref().map(|subnet| json!([{"subnet": subnet}]));
     json!({
         "cniVersion": "1.0.0",
         "name": "pods",
@@ -285,8 +294,8 @@ fn cni(pods: &str) -> String {
                 "ipMasq": false,
                 "ipam": {
                     "type": "host-local",
-                    "ranges": [[{"subnet": pods}]],
-                    "routes": [{"dst": "0.0.0.0/0"}],
+                    "ranges": ranges,
+                    "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}],
                 },
             },
             {"type": "portmap", "capabilities": {"portMappings": true}},

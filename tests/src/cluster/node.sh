@@ -27,6 +27,6 @@ cd /
 containerd --config /mnt/containerd.toml >/var/log/containerd.log 2>&1 &
 until [ -e /mnt/start-kubelet ]; do sleep 0.1; done
 kubelet --config /mnt/kubelet.json --kubeconfig /mnt/kubeconfig --hostname-override "$(cat /mnt/name)" \
-    --node-ip "$(cat /mnt/address)" >/var/log/kubelet.log 2>&1 &
+    --node-ip "$(cat /mnt/addresses)" >/var/log/kubelet.log 2>&1 &
 [ $# -eq 0 ] || "$@" >/var/log/kube-proxy.log 2>&1 &
 wait

@@ -27,7 +27,11 @@ pub const SCENARIOS: &[Scenario] = &[
 const FIRST: u16 = 6200;
 
 /// What instance-env wrote, as a container of the pod reads it.
-fn environment(cluster: &Cluster, pod: &str, container: &str) -> Result<BTreeMap<String, String>> {
+pub fn environment(
+    cluster: &Cluster,
+    pod: &str,
+    container: &str,
+) -> Result<BTreeMap<String, String>> {
     let words = ["exec", pod, IN[0], IN[1], "--container", container, "--"];
     let read = ["cat", "/shared/instance.env"];
     let text = cluster.kubectl(&[&words[..], &read].concat())?;

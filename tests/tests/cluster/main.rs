@@ -3,6 +3,7 @@
 
 mod agents;
 mod crowd;
+mod dual_stack;
 mod instances;
 mod itself;
 mod nodes;
@@ -31,6 +32,7 @@ fn main() -> ExitCode {
         serving::SCENARIOS,
         pods::SCENARIOS,
         instances::SCENARIOS,
+        dual_stack::SCENARIOS,
         crowd::SCENARIOS,
         nodes::SCENARIOS,
         agents::SCENARIOS,

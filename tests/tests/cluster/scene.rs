@@ -1,7 +1,7 @@
 //! What scenarios share: agents that run, a namespace for Services that is empty, web servers behind a VIP.
 
 use std::collections::BTreeSet;
-use std::net::SocketAddrV4;
+use std::net::{IpAddr, SocketAddr, SocketAddrV4};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -16,7 +16,7 @@ pub const IN: [&str; 2] = ["--namespace", NAMESPACE];
 /// How long anything of Kubernetes may take on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(90);
 /// Where the web servers of [`Web`] are reached.
-pub const TARGET: SocketAddrV4 = SocketAddrV4::new(VIP, API_PORT);
+pub const TARGET: SocketAddr = SocketAddr::V4(SocketAddrV4::new(VIP, API_PORT));
 /// A node, where it matters on which one something is.
 pub const SERVING: &str = "node-a";
 
@@ -124,7 +124,14 @@ impl Web {
 
     /// As [`Web::start`], without waiting.
     pub fn apply(self, cluster: &Cluster) -> Result<()> {
-        let deployment = json!({
+        let items = [Self::service(), self.deployment()];
+        let list = json!({"apiVersion": "v1", "kind": "List", "items": items});
+        cluster.apply(&list.to_string())
+    }
+
+    /// The web servers alone.
+    pub fn deployment(self) -> Value {
+        json!({
             "apiVersion": "apps/v1", "kind": "Deployment",
             "metadata": {"name": "web", "namespace": NAMESPACE},
             "spec": {
@@ -133,10 +140,7 @@ impl Web {
                 "selector": {"matchLabels": {"app": "web"}},
                 "template": {"metadata": {"labels": {"app": "web"}}, "spec": self.pod()},
             },
-        });
-        let list =
-            json!({"apiVersion": "v1", "kind": "List", "items": [Self::service(), deployment]});
-        cluster.apply(&list.to_string())
+        })
     }
 }
 
@@ -176,9 +180,14 @@ pub fn serving_node(cluster: &Cluster) -> Result<&ClusterNode> {
 /// Names of the pods that take new flows at a port of the VIP, as the maps of any node have it; `None` while a node
 /// does not serve it.
 pub fn ready_at(cluster: &Cluster, port: u16) -> Result<Option<BTreeSet<String>>> {
+    ready_behind(cluster, (VIP, port).into())
+}
+
+/// As [`ready_at`], of any VIP.
+pub fn ready_behind(cluster: &Cluster, at: SocketAddr) -> Result<Option<BTreeSet<String>>> {
     let mut all = BTreeSet::new();
     for node in &cluster.nodes {
-        match ready_on(node, port)? {
+        match ready_on(node, at)? {
             Some(ready) => all.extend(ready),
             None => return Ok(None),
         }
@@ -186,12 +195,12 @@ pub fn ready_at(cluster: &Cluster, port: u16) -> Result<Option<BTreeSet<String>>
     Ok(Some(all))
 }
 
-/// As [`ready_at`], of one node's maps.
-fn ready_on(node: &ClusterNode, port: u16) -> Result<Option<BTreeSet<String>>> {
+/// As [`ready_behind`], of one node's maps.
+fn ready_on(node: &ClusterNode, at: SocketAddr) -> Result<Option<BTreeSet<String>>> {
     let ports = node.reader()?.ports()?;
     let port = ports
         .into_iter()
-        .find(|view| view.vip == VIP && view.port == port && view.serving);
+        .find(|view| view.vip == at.ip() && view.port == at.port() && view.serving);
     Ok(port.map(|port| {
         let ready = port.backends.into_iter().filter(|backend| backend.eligible);
         ready.map(|backend| backend.instance).collect()
@@ -202,7 +211,7 @@ fn ready_on(node: &ClusterNode, port: u16) -> Result<Option<BTreeSet<String>>> {
 pub fn serving(cluster: &Cluster, count: usize) -> Result<()> {
     let waited = wait_until(&format!("{count} pods are served"), PATIENCE, || {
         for node in &cluster.nodes {
-            if ready_on(node, API_PORT)?.is_none_or(|ready| ready.len() != count) {
+            if ready_on(node, TARGET)?.is_none_or(|ready| ready.len() != count) {
                 return Ok(false);
             }
         }
@@ -225,7 +234,7 @@ pub fn serving(cluster: &Cluster, count: usize) -> Result<()> {
         let held: Vec<_> = cluster
             .nodes
             .iter()
-            .map(|node| ready_on(node, API_PORT))
+            .map(|node| ready_on(node, TARGET))
             .collect();
         format!(
             "the maps hold {held:?}; the API has:\n{}\nagents say:\n{}",
@@ -242,11 +251,31 @@ pub fn shows_vip(cluster: &Cluster, service: &str) -> Result<()> {
     })
 }
 
-/// The address in a Service's status.
+/// The first address in a Service's status.
 pub fn external(cluster: &Cluster, service: &str, namespace: &str) -> Result<Option<String>> {
+    Ok(externals(cluster, service, namespace)?.into_iter().next())
+}
+
+/// The addresses in a Service's status.
+fn externals(cluster: &Cluster, service: &str, namespace: &str) -> Result<Vec<String>> {
     let service = cluster.get(&["service", service, "--namespace", namespace])?;
-    let ip = service.pointer("/status/loadBalancer/ingress/0/ip");
-    Ok(ip.and_then(Value::as_str).map(str::to_owned))
+    let ingress = service.pointer("/status/loadBalancer/ingress");
+    let ips = ingress.and_then(Value::as_array).into_iter().flatten();
+    Ok(ips
+        .filter_map(|ingress| ingress["ip"].as_str().map(str::to_owned))
+        .collect())
+}
+
+/// Waits until a Service of [`NAMESPACE`] shows these VIPs and no other.
+pub fn shows(cluster: &Cluster, service: &str, vips: &[IpAddr]) -> Result<()> {
+    let vips: Vec<_> = vips.iter().map(IpAddr::to_string).collect();
+    let what = format!("{service} shows {}", vips.join(", "));
+    let mut shown = Vec::new();
+    let waited = wait_until(&what, PATIENCE, || {
+        shown = externals(cluster, service, NAMESPACE)?;
+        Ok(shown == vips)
+    });
+    waited.with_context(|| format!("it shows {shown:?}"))
 }
 
 /// Waits until there is an Event on a Service, and returns what it says.
@@ -280,9 +309,14 @@ pub fn curl(cluster: &Cluster, url: &str) -> Result<String> {
 
 /// A connection to the VIP must be refused, and at once.
 pub fn refused(cluster: &Cluster, port: u16) -> Result<()> {
+    refused_at(cluster, (VIP, port).into())
+}
+
+/// As [`refused`], of any VIP.
+pub fn refused_at(cluster: &Cluster, at: SocketAddr) -> Result<()> {
     /// curl's exit code for a refused connection.
     const REFUSED: i32 = 7;
-    let url = format!("http://{VIP}:{port}/");
+    let url = format!("http://{at}/");
     let begun = Instant::now();
     let words = ["curl", "-sS", "--connect-timeout", "5", &url];
     let output = cluster.hosts[0].namespace.output(words)?;
@@ -296,7 +330,12 @@ pub fn refused(cluster: &Cluster, port: u16) -> Result<()> {
 
 /// Requests from a bare-metal host to [`TARGET`].
 pub fn clients(cluster: &Cluster, per_second: u32) -> Clients {
-    Clients::start(&cluster.hosts[0].namespace, TARGET, per_second)
+    clients_of(cluster, TARGET, per_second)
+}
+
+/// As [`clients`], to any VIP.
+pub fn clients_of(cluster: &Cluster, target: SocketAddr, per_second: u32) -> Clients {
+    Clients::start(&cluster.hosts[0].namespace, target, per_second)
 }
 
 /// Starts one web server with a `/download` of that size; its SHA-256, as the server's node gets it.

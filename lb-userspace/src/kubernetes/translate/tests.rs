@@ -1610,4 +1610,23 @@ vips:
             (ip("fd00:22::2"), 1, vec![(ip("fd00:244::10"), Some(0))]),
         ]
     );
+    // With one of its versions taken away it loses that VIP, also where it asks for both.
+    let asks = "172.22.0.2,fd00:22::2";
+    for (families, vip, lost) in [
+        ("IPv4", "172.22.0.2", "fd00:22::2"),
+        ("IPv6", "fd00:22::2", "172.22.0.2"),
+    ] {
+        let asked = with_families(&[families], json!({VIP: asks, ASSIGNED_VIPS: asks}));
+        let translation = translate(&both, &asked);
+        let outcome = &translation.outcomes()["metal3/ironic"];
+        assert_eq!(outcome.vips, BTreeSet::from([ip(vip)]));
+        assert_eq!(outcome.assigned.as_deref(), Some(vip));
+        let served = translation.desired(NODE).services;
+        assert_eq!(served.iter().map(|s| s.vip).collect::<Vec<_>>(), [ip(vip)]);
+        let told = problems(&translation, "metal3/ironic");
+        assert!(
+            told.len() == 1 && told[0].starts_with(&format!("{lost} is not served")),
+            "{told:?}"
+        );
+    }
 }

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use ironlb_tests::cluster::{Cluster, ClusterNode, ContainerImage, overlay};
 use ironlb_tests::{
-    API_PORT, Download, IMAGE_PORT, Neighbour, Prober, RPC_PORT, Report, VIP, heads, wait_until,
+    API_PORT, Download, IMAGE_PORT, Neighbour, Prober, RPC_PORT, Report, VIP, VIP6, heads,
+    wait_until,
 };
 use serde_json::{Value, json};
 
@@ -212,6 +213,12 @@ impl Demo<'_> {
                 "every instance had some of the connections ({})",
                 told.join(", ")
             ),
+        );
+        let url = format!("http://[{VIP6}]:{API_PORT}/v1");
+        let good = (0..20).filter(|_| self.fetch(&url).is_ok()).count();
+        report.check(
+            good == 20,
+            &format!("over IPv6 it answers, too: {url}, {good} of 20"),
         );
         Ok(())
     }
