@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::fmt::Write as _;
 
-use lb_host::corpus::{Stage, steps};
+use lb_host::corpus::{Stage, Step, steps};
 
 fn hex(frame: &[u8]) -> String {
     frame.iter().fold(String::new(), |mut text, octet| {
@@ -20,23 +20,22 @@ fn main() -> Result<(), Box<dyn Error>> {
     let steps = steps(&bytes);
     let stage = Stage::default();
     for (at, step) in steps.iter().enumerate() {
-        let packet = &step.packet;
-        println!(
-            "{:?}, {} of {} bytes at hand, tag {:?}, sum {:?}\n    {}",
-            step.program,
-            packet.linear,
-            packet.frame.len(),
-            packet.tag,
-            packet.sum,
-            hex(&packet.frame)
-        );
+        match step {
+            Step::Turn(turn) => println!("{turn:?}"),
+            Step::Packet(program, packet) => println!(
+                "{program:?}, {} of {} bytes at hand, tag {:?}, sum {:?}\n    {}",
+                packet.linear,
+                packet.frame.len(),
+                packet.tag,
+                packet.sum,
+                hex(&packet.frame)
+            ),
+        }
         // From the beginning every time: what comes last is what has not been shown yet.
         let outcomes = stage.play(&steps[..=at]);
-        println!(
-            "    {:?}\n    {}",
-            outcomes[at].verdict,
-            hex(&outcomes[at].frame)
-        );
+        if let (Step::Packet(..), Some(outcome)) = (step, outcomes.last()) {
+            println!("    {:?}\n    {}", outcome.verdict, hex(&outcome.frame));
+        }
     }
     Ok(())
 }

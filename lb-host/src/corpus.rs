@@ -1,11 +1,14 @@
 //! Dialogues as bytes: what the fuzzer makes, and what files in `fuzz/seeds` hold.
 //!
 //! A dialogue is a row of steps. Each is an octet that says how the packet comes, a word (big-endian) with the frame's
-//! length, and the frame, which ends with the file at the latest. Any bytes are a dialogue.
+//! length, and the frame, which ends with the file at the latest. Where the octet says [`TURN`], no packet comes: the rest
+//! of it is the number of what happens instead. Any bytes are a dialogue.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
+use lb_common::layout::map;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt as _, SeedableRng as _};
 
@@ -13,6 +16,7 @@ use crate::engine::{Outcome, Program};
 use crate::frame::{Packet, Sum};
 use crate::oracle;
 use crate::scene::{API, EMPTY, IMAGES, INSTANCE, REMOTE, Scene, scene};
+use crate::turn::Turn;
 
 /// Bits of a step's first octet: the program,
 const PROGRAM: u8 = 0b11;
@@ -27,8 +31,10 @@ const LINEAR: u8 = 0b1110_0000;
 const LINK: usize = 14;
 /// The longest dialogue.
 const STEPS: usize = 8;
-/// Room for flows: little, so that it ends.
-const ROOM: usize = 4;
+/// Room for living flows: little, so that it ends.
+const LIVING: usize = 4;
+/// Room for young and closing ones: as many as it takes to leave a client no port.
+const YOUNG: usize = 5;
 
 /// `PROGRAM`'s values.
 pub const XDP: u8 = 0;
@@ -36,31 +42,47 @@ pub const XDP: u8 = 0;
 pub const INGRESS: u8 = 1;
 /// Likewise.
 pub const EGRESS: u8 = 2;
+/// None of them: a [`Turn`], whose number is in the other bits.
+pub const TURN: u8 = 3;
 
-/// A dialogue's steps as they are written: how the packet comes, and the frame.
+/// A dialogue's steps as they are written: how the packet comes, and the frame, which a turn has none of.
 pub type Written = Vec<(u8, Vec<u8>)>;
 
-/// A packet, and which program meets it.
+/// A step of a dialogue.
 #[derive(Clone, Debug)]
-pub struct Step {
-    /// The program.
-    pub program: Program,
-    /// The packet.
-    pub packet: Packet,
+pub enum Step {
+    /// A program meets a packet.
+    Packet(Program, Packet),
+    /// Something else happens.
+    Turn(Turn),
+}
+
+/// A turn as it is written.
+pub fn turn(turn: Turn) -> (u8, Vec<u8>) {
+    ((turn as u8) << 2 | TURN, Vec::new())
 }
 
 /// Reads the steps of a dialogue.
 pub fn steps(bytes: &[u8]) -> Vec<Step> {
     let written = read(bytes).into_iter();
-    written.map(|(how, frame)| step(how, &frame)).collect()
+    written
+        .filter_map(|(how, frame)| step(how, &frame))
+        .collect()
 }
 
 /// The steps of a dialogue with plain packets: all of them at hand, nothing known of their sums.
 pub fn plain(written: &Written) -> Vec<Step> {
+    let plain = |how: u8| {
+        if is_turn(how) { how } else { how & PROGRAM }
+    };
     let steps = written.iter();
     steps
-        .map(|(how, frame)| step(how & PROGRAM, frame))
+        .filter_map(|(how, frame)| step(plain(*how), frame))
         .collect()
+}
+
+fn is_turn(how: u8) -> bool {
+    how & PROGRAM == TURN
 }
 
 /// Reads a dialogue as it is written.
@@ -72,19 +94,23 @@ pub fn read(mut bytes: &[u8]) -> Written {
         let length = usize::from(u16::from_be_bytes([*high, *low])).min(rest.len());
         let (frame, rest) = rest.split_at(length);
         bytes = rest;
-        // The kernel brings no packet without a whole Ethernet header.
-        if length >= LINK {
+        if is_turn(*how) {
+            steps.push((*how, Vec::new()));
+        } else if length >= LINK {
+            // The kernel brings no packet without a whole Ethernet header.
             steps.push((*how, frame.to_vec()));
         }
     }
     steps
 }
 
-fn step(how: u8, frame: &[u8]) -> Step {
+/// `None` for a turn that there is not.
+fn step(how: u8, frame: &[u8]) -> Option<Step> {
     let program = match how & PROGRAM {
+        XDP => Program::Xdp,
         INGRESS => Program::Ingress,
         EGRESS => Program::Egress,
-        _ => Program::Xdp,
+        _ => return Some(Step::Turn(*Turn::ALL.get(usize::from(how >> 2))?)),
     };
     let mut packet = Packet::new(frame);
     if program != Program::Xdp {
@@ -101,7 +127,7 @@ fn step(how: u8, frame: &[u8]) -> Step {
         };
         packet.linear = linear.min(frame.len());
     }
-    Step { program, packet }
+    Some(Step::Packet(program, packet))
 }
 
 /// The bytes of a dialogue.
@@ -143,8 +169,12 @@ impl Mutations {
         let other = self.one();
         let random = &mut self.random;
         let step = random.random_range(0..steps.len());
-        let kind = random.random_range(0..10);
+        let kind = random.random_range(0..11);
         let (how, frame) = &mut steps[step];
+        if is_turn(*how) {
+            (*how, _) = turn(Turn::ALL[random.random_range(0..Turn::ALL.len())]);
+            return;
+        }
         // Most of what the engine reads is at the front.
         let reach = frame.len().min(if random.random_bool(0.8) {
             80
@@ -153,7 +183,7 @@ impl Mutations {
         });
         let at = random.random_range(0..reach);
         match kind {
-            0 => *how = random.random(),
+            0 => *how = random.random::<u8>() & !PROGRAM | random.random_range(XDP..TURN),
             1 => frame[at] = random.random(),
             2 => frame[at] ^= 1 << random.random_range(0..8),
             3 => frame[at] = [0, 1, 0x7f, 0x80, 0xff][random.random_range(0..5)],
@@ -174,6 +204,11 @@ impl Mutations {
                 frame.truncate(at);
                 frame.extend(tail.get(at..).unwrap_or_default());
                 frame.resize(frame.len().max(LINK), 0);
+            }
+            9 => {
+                let number = random.random_range(0..Turn::ALL.len());
+                steps.insert(step, turn(Turn::ALL[number]));
+                steps.truncate(STEPS);
             }
             _ => {
                 let from = random.random_range(0..other.len());
@@ -205,20 +240,31 @@ pub struct Stage {
 impl Default for Stage {
     fn default() -> Self {
         let scene = scene();
-        let fresh = scene.engine(ROOM, ROOM);
+        let fresh = scene.engine(LIVING, YOUNG);
         Self { scene, fresh }
     }
 }
 
 impl Stage {
-    /// Plays one on fresh tables.
+    /// Plays one on fresh tables, and tells what became of its packets.
     ///
     /// # Panics
     /// When the oracle finds a packet treated as it must not be.
     pub fn play(&self, steps: &[Step]) -> Vec<Outcome> {
         let mut engine = self.fresh.clone();
-        let outcomes = steps.iter().map(|Step { program, packet }| {
-            engine.attach(*program);
+        let mut scene = Cow::Borrowed(&self.scene);
+        let mut is_torn = false;
+        let mut outcomes = Vec::new();
+        for step in steps {
+            let (program, packet) = match step {
+                Step::Packet(program, packet) => (*program, packet),
+                Step::Turn(turn) => {
+                    is_torn |= turn.tears();
+                    turn.take(scene.to_mut(), &mut engine);
+                    continue;
+                }
+            };
+            engine.attach(program);
             // What is at hand, and what is known of sums, decides nothing.
             let plain = Packet {
                 linear: packet.frame.len(),
@@ -226,18 +272,23 @@ impl Stage {
                 ..packet.clone()
             };
             let is_plain = plain.linear == packet.linear && packet.sum == Sum::None;
-            let other = (!is_plain).then(|| engine.clone().run(*program, &plain));
-            let outcome = engine.run(*program, packet);
+            let other = (!is_plain).then(|| engine.clone().run(program, &plain));
+            let living = engine.rows(map::LIVING);
+            let outcome = engine.run(program, packet);
             engine.clock().jiffies += 1;
             engine.clock().boot += 4_000_000;
-            oracle::check(&self.scene, *program, packet, &outcome);
+            oracle::check(&scene, program, packet, &outcome);
             oracle::check_told(packet, &outcome, &engine.events());
+            oracle::check_ended(&living, &engine.rows(map::LIVING), &engine.endings());
+            if !is_torn {
+                oracle::check_pairs(&engine);
+            }
             if let Some(other) = other {
                 oracle::check_alike(packet, &outcome, &other);
             }
-            outcome
-        });
-        outcomes.collect()
+            outcomes.push(outcome);
+        }
+        outcomes
     }
 
     /// The scene that it plays on.

@@ -85,10 +85,24 @@ fn id(name: &str) -> usize {
 impl Engine {
     /// Writes a row of a map; an array's key is a `u32`.
     pub fn set<K: Pod, V: Pod>(&mut self, map: &str, key: &K, value: &V) {
+        assert!(self.insert(map, key, value), "no room in {map}");
+    }
+
+    /// The same; false where there is no room for it.
+    pub fn insert<K: Pod, V: Pod>(&mut self, map: &str, key: &K, value: &V) -> bool {
         let unlimited = (usize::MAX, false);
-        self.store
+        let inserted = self
+            .store
             .insert(id(map), bytes(key), value, 0, unlimited)
-            .expect("a map without a limit has room");
+            .is_ok();
+        self.store.end_run();
+        inserted
+    }
+
+    /// Takes a row out of a hash.
+    pub fn remove<K: Pod>(&mut self, map: &str, key: &K) {
+        // It may not be there.
+        let _ = self.store.remove(id(map), bytes(key));
         self.store.end_run();
     }
 

@@ -28,6 +28,7 @@ mod programs;
 pub mod scene;
 pub mod seeds;
 mod store;
+pub mod turn;
 
 /// What `maps.rs` declares its maps with: a section and a symbol, which do no harm here.
 mod macros {

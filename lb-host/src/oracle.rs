@@ -5,15 +5,15 @@ use etherparse::checksum::Sum16BitWords;
 use etherparse::{
     Icmpv6Slice, LaxNetSlice, LaxSlicedPacket, LinkExtSlice, NetSlice, SlicedPacket, TransportSlice,
 };
-use lb_common::events::{CAPTURE, EVENT_REFUSAL, Event, NO_VERDICT, kind_of};
+use lb_common::events::{CAPTURE, EVENT_REFUSAL, Ending, Event, NO_VERDICT, kind_of};
 use lb_common::frame::Buffer;
-use lb_common::layout::{Addr, FlowKey, ServiceKey};
+use lb_common::layout::{Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Flow, FlowKey, ServiceKey, map};
 use lb_common::packet::{self, Ip, PROBE_RETURNS, ethertype, protocol};
 use lb_common::{Action, Verdict};
 
-use crate::engine::{Outcome, Program};
+use crate::engine::{Engine, Outcome, Program};
 use crate::frame::{Packet, Sum};
-use crate::scene::{CLIENT, NODE_MAC, PEER_MAC, Scene, VIP, VIP6};
+use crate::scene::{CLIENT, GATEWAY, NODE_MAC, OTHER_MAC, OTHER_SLOT, PEER_MAC, Scene, VIP, VIP6};
 
 /// An Ethernet header.
 const LINK: usize = 14;
@@ -353,14 +353,13 @@ pub fn check(scene: &Scene, program: Program, packet: &Packet, outcome: &Outcome
         _ => finished(packet, &outcome.frame),
     };
     match verdict {
-        V::Forwarded | V::ForwardedNew | V::ForwardedMiss => {
-            forwarded(scene, &before, &after);
-        }
-        V::Replied | V::RepliedYoung | V::RepliedRestored | V::RepliedRedirected => {
-            replied(scene, &before, &after);
-        }
-        V::ForwardedIcmp => quoted(&before, &after, true),
-        V::RepliedIcmp => quoted(&before, &after, false),
+        V::Forwarded => forwarded(scene, &before, &after, BACKEND_ALIVE),
+        V::ForwardedNew => forwarded(scene, &before, &after, BACKEND_ALIVE | BACKEND_ELIGIBLE),
+        V::ForwardedMiss => forwarded(scene, &before, &after, BACKEND_ALIVE | BACKEND_ELIGIBLE),
+        V::Replied | V::RepliedYoung | V::RepliedRestored => replied(scene, &before, &after),
+        V::RepliedRedirected => redirected(scene, &before, &after, outcome),
+        V::ForwardedIcmp => quoted(&before, &after, true, 0),
+        V::RepliedIcmp => quoted(&before, &after, false, 0),
         V::HandedOn | V::HandedOnNew | V::HandedOnMiss | V::HandedOnException => {
             handed_on(&before, &after);
         }
@@ -370,7 +369,7 @@ pub fn check(scene: &Scene, program: Program, packet: &Packet, outcome: &Outcome
                 let layout = tcp_of(&before);
                 before[layout.bytes(16, 2)] == layout.pseudo_sum(&before).to_ne_bytes()
             };
-            reset(&before, &after, is_bare);
+            reset(scene, &before, &after, is_bare);
         }
         V::ArpAnswered => arp(&before, &after),
         V::NdAnswered => advertisement(&before, &after),
@@ -378,8 +377,9 @@ pub fn check(scene: &Scene, program: Program, packet: &Packet, outcome: &Outcome
         V::ProbeReflected => probe(&before, &after),
         V::DroppedRewrite => {
             // A RST whose sum a device cannot finish, or whose way the kernel does not know.
+            let is_lost = is_handed_on(scene, &before) && scene.neighbor.is_none();
             assert!(
-                program == Program::Ingress || before[6..12] == PEER_MAC,
+                program == Program::Ingress || is_lost,
                 "no rewrite of a plain packet fails"
             );
         }
@@ -456,6 +456,45 @@ pub fn check_told(packet: &Packet, outcome: &Outcome, events: &[Event]) {
     }
 }
 
+/// Panics unless the flows that have left the living table, and no others, are told to have ended.
+///
+/// # Panics
+/// Then.
+#[track_caller]
+pub fn check_ended(before: &[(FlowKey, Flow)], after: &[(FlowKey, Flow)], endings: &[Ending]) {
+    let is_over = |key: &FlowKey| !after.iter().any(|(other, _)| other == key);
+    let keys = before.iter().map(|(key, _)| *key);
+    let over: Vec<FlowKey> = keys.filter(is_over).collect();
+    let told: Vec<FlowKey> = endings.iter().map(|ending| ending.key).collect();
+    assert!(
+        over == told,
+        "{} flows ended, {} told",
+        over.len(),
+        told.len()
+    );
+    assert!(endings.iter().all(|ending| ending.by != 0), "by nobody");
+}
+
+/// Panics unless every living flow has both its entries, which name each other, and no other entry is there.
+///
+/// # Panics
+/// Then.
+#[track_caller]
+pub fn check_pairs(engine: &Engine) {
+    let flows = engine.rows::<FlowKey, Flow>(map::LIVING);
+    let mut replies = engine.rows::<FlowKey, Flow>(map::LIVING_REPLY);
+    for (key, flow) in flows {
+        let reply = FlowKey::reply(key.client, flow.client_port, flow.addr, flow.port);
+        let place = replies.iter().position(|(other, _)| *other == reply);
+        let (_, entry) = replies.swap_remove(place.expect("a living flow's reply entry"));
+        assert_eq!(
+            (entry.addr, entry.port, entry.client_port, entry.backend),
+            (key.addr, key.port, key.client_port, flow.backend)
+        );
+    }
+    assert!(replies.is_empty(), "{} reply entries alone", replies.len());
+}
+
 /// What both paths say.
 fn is_of_both(verdict: Verdict) -> bool {
     use Verdict as V;
@@ -488,8 +527,17 @@ fn tcp_of(frame: &[u8]) -> Layout {
     layout
 }
 
-/// The candidates of a VIP port that are on this node.
-fn pods_of(scene: &Scene, (addr, port): (Addr, u16)) -> Vec<(Addr, u16)> {
+/// Whether a frame is one of the peer's that is none of its own.
+fn is_handed_on(scene: &Scene, frame: &[u8]) -> bool {
+    let is_own = || parsed(frame).is_some_and(|(_, ip)| scene.peer.addrs.contains(&ip.source));
+    scene
+        .peer_mac()
+        .is_some_and(|peer| frame[6..12] == peer.mac)
+        && !is_own()
+}
+
+/// The backends of a VIP port that are on this node and have those bits.
+fn pods_of(scene: &Scene, (addr, port): (Addr, u16), flags: u16) -> Vec<(Addr, u16)> {
     let key = ServiceKey::new(addr, port);
     let service = scene.served.services.iter().find(|(of, _)| *of == key);
     let Some((_, service)) = service else {
@@ -499,7 +547,9 @@ fn pods_of(scene: &Scene, (addr, port): (Addr, u16)) -> Vec<(Addr, u16)> {
         .served
         .backends
         .iter()
-        .filter(|backend| backend.service == service.id && backend.peer == 0)
+        .filter(|backend| {
+            backend.service == service.id && backend.peer == 0 && backend.flags & flags == flags
+        })
         .map(|backend| (backend.addr, backend.port))
         .collect()
 }
@@ -536,11 +586,11 @@ fn rewritten(before: &[u8], after: &[u8], is_source: bool, link: usize) -> Layou
 }
 
 #[track_caller]
-fn forwarded(scene: &Scene, before: &[u8], after: &[u8]) {
+fn forwarded(scene: &Scene, before: &[u8], after: &[u8], flags: u16) {
     let layout = rewritten(before, after, false, 0);
     let (vip, pod) = (layout.end_of(before, false), layout.end_of(after, false));
     assert!(
-        pods_of(scene, vip).contains(&pod),
+        pods_of(scene, vip, flags).contains(&pod),
         "{vip:?} leads to {pod:?}"
     );
 }
@@ -549,10 +599,32 @@ fn forwarded(scene: &Scene, before: &[u8], after: &[u8]) {
 fn replied(scene: &Scene, before: &[u8], after: &[u8]) {
     let layout = rewritten(before, after, true, 12);
     let (pod, vip) = (layout.end_of(before, true), layout.end_of(after, true));
+    // One that is gone may still send what it has.
     assert!(
-        pods_of(scene, vip).contains(&pod),
+        pods_of(scene, vip, 0).contains(&pod),
         "{pod:?} shows as {vip:?}"
     );
+}
+
+/// A reply, or an ICMP error, that leaves by the other uplink.
+#[track_caller]
+fn redirected(scene: &Scene, before: &[u8], after: &[u8], outcome: &Outcome) {
+    let (layout, _) = parsed(before).expect("an IP packet");
+    if layout.protocol == protocol::TCP {
+        replied(scene, before, after);
+    } else {
+        quoted(before, after, false, 12);
+    }
+    let redirection = outcome.redirection.expect("it goes somewhere");
+    assert_eq!(redirection.uplink, OTHER_SLOT);
+    if redirection.by_neighbor {
+        assert_eq!(after[..12], before[..12], "the kernel finds the MACs");
+        let is_far = !layout.is_v6 && !before[layout.destination()].starts_with(&[172, 22, 0]);
+        let gateway = is_far.then_some(Addr::from(GATEWAY));
+        assert_eq!(redirection.next_hop, gateway);
+    } else {
+        assert_eq!(after[6..12], OTHER_MAC);
+    }
 }
 
 #[track_caller]
@@ -586,16 +658,16 @@ fn answered(before: &[u8], after: &[u8], network: usize, to: &[u8]) {
 
 /// RFC 9293 section 3.10.7.1.
 #[track_caller]
-fn reset(before: &[u8], after: &[u8], is_bare: bool) {
+fn reset(scene: &Scene, before: &[u8], after: &[u8], is_bare: bool) {
     let layout = tcp_of(before);
     let asked = &before[layout.transport..];
     let word = |at: usize| u32::from_be_bytes(asked[at..at + 4].try_into().expect("four"));
     let (flags, header) = (asked[13], u32::from(asked[12] >> 4) * 4);
     assert_eq!(flags & packet::TCP_RST, 0, "a RST is never answered");
-    let to = if before[6..12] == PEER_MAC {
-        after[..6].to_vec()
+    let to = if is_handed_on(scene, before) {
+        scene.neighbor.expect("or it could not be answered")
     } else {
-        before[6..12].to_vec()
+        before[6..12].try_into().expect("six")
     };
     answered(before, after, layout.network, &to);
     let sliced = SlicedPacket::from_ethernet(after).expect("a sound packet");
@@ -773,7 +845,7 @@ fn probe(before: &[u8], after: &[u8]) {
 
 /// An ICMP error and what it quotes; for the pod what it sent, for the client what that sent.
 #[track_caller]
-fn quoted(before: &[u8], after: &[u8], to_pod: bool) {
+fn quoted(before: &[u8], after: &[u8], to_pod: bool, link: usize) {
     let (outer, _) = parsed(before).expect("an IP packet");
     let at = outer.transport + 8;
     // As a frame of its own, as far as it is quoted.
@@ -788,6 +860,7 @@ fn quoted(before: &[u8], after: &[u8], to_pod: bool) {
         (outer.source(), inner.destination())
     };
     let but = [
+        0..link,
         outer_end,
         outer.header_checksum(),
         outer.bytes(2, 2),

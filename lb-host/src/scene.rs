@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use lb_common::choice;
 use lb_common::events::Watch;
 use lb_common::layout::{
-    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Filter,
+    Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, Candidate, Control, Exception, Filter, FlowKey,
     MAX_BACKENDS_PER_PORT, MAX_PASS, MAX_PEER_ADDRS, MAX_VIP_PORTS_PER_POD_PORT, MODE_NATIVE,
     PEER_REFLECTS, Pass, Peer, PeerMac, Pod, PodPort, Service, ServiceKey, Source,
     UPLINK_BYPASS_DROP, UPLINK_FORWARD, Uplink, VIP_EXTERNAL, VIP_REFUSE_DROP, Vip, backend_id,
@@ -122,6 +122,14 @@ pub const PODS6: [Ipv6Addr; 3] = [
 pub const CLIENT_MAC: [u8; 6] = [2, 0, 0, 0, 0, 100];
 /// MAC of this node.
 pub const NODE_MAC: [u8; 6] = [2, 0, 0, 0, 0, 11];
+/// The client's port.
+pub const CLIENT_PORT: u16 = 40_000;
+/// MAC of this node on the other uplink.
+pub const OTHER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 21];
+/// Slot of the other uplink.
+pub const OTHER_SLOT: u32 = 1;
+/// The way from there to clients elsewhere, over IPv4.
+pub const GATEWAY: Ipv4Addr = Ipv4Addr::new(172, 22, 0, 1);
 /// MAC of the peer.
 pub const PEER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 12];
 /// Number of the peer.
@@ -150,6 +158,8 @@ pub struct Scene {
     pub served: Served,
     /// Slot 0: where packets come in.
     pub uplink: Uplink,
+    /// [`OTHER_SLOT`]: where packets may have come in.
+    pub other: Uplink,
     /// Addresses that are served.
     pub vips: Vec<(Addr, Vip)>,
     /// The other node.
@@ -158,6 +168,10 @@ pub struct Scene {
     pub watch: Watch,
     /// Who may use [`RESTRICTED`]: list, addresses and the length of their prefix.
     pub ranges: (u32, Vec<(IpAddr, u8)>),
+    /// Flows that the peer has told to be its own.
+    pub exceptions: Vec<FlowKey>,
+    /// MAC of all neighbours, where the kernel knows any; on the host alone.
+    pub neighbor: Option<[u8; 6]>,
 }
 
 /// A node with pods, VIPs of all kinds over IPv4 and IPv6, and a peer.
@@ -237,25 +251,32 @@ pub fn scene() -> Scene {
     }
     let mut addrs = [Addr::UNSPECIFIED; MAX_PEER_ADDRS];
     addrs[0] = Addr::from(IpAddr::from(Ipv4Addr::new(172, 22, 0, 12)));
+    let uplink = Uplink {
+        vip_filter,
+        ifindex: 1,
+        flags: UPLINK_FORWARD | UPLINK_BYPASS_DROP,
+        mac: NODE_MAC,
+        vlan: 0,
+        mode: MODE_NATIVE,
+        prefixes: [96 + 24, 0],
+        pad: 0,
+        device: 1,
+        name: to_name("eth1"),
+        bypass_udp: [53, 0, 0, 0, 0, 0, 0, 0],
+        gateways: [Addr::UNSPECIFIED; 2],
+        networks: [
+            Addr::from(IpAddr::from(Ipv4Addr::new(172, 22, 0, 0))),
+            Addr::UNSPECIFIED,
+        ],
+    };
     Scene {
         served,
-        uplink: Uplink {
-            vip_filter,
-            ifindex: 1,
-            flags: UPLINK_FORWARD | UPLINK_BYPASS_DROP,
-            mac: NODE_MAC,
-            vlan: 0,
-            mode: MODE_NATIVE,
-            prefixes: [96 + 24, 0],
-            pad: 0,
-            device: 1,
-            name: to_name("eth1"),
-            bypass_udp: [53, 0, 0, 0, 0, 0, 0, 0],
-            gateways: [Addr::UNSPECIFIED; 2],
-            networks: [
-                Addr::from(IpAddr::from(Ipv4Addr::new(172, 22, 0, 0))),
-                Addr::UNSPECIFIED,
-            ],
+        uplink,
+        other: Uplink {
+            mac: OTHER_MAC,
+            name: to_name("eth2"),
+            gateways: [Addr::from(GATEWAY), Addr::UNSPECIFIED],
+            ..uplink
         },
         vips,
         peer: Peer {
@@ -273,6 +294,8 @@ pub fn scene() -> Scene {
             client: Addr::UNSPECIFIED,
         },
         ranges: (list, vec![(Ipv4Addr::new(172, 22, 0, 128).into(), 25)]),
+        exceptions: Vec::new(),
+        neighbor: None,
     }
 }
 
@@ -280,6 +303,15 @@ impl Scene {
     /// An engine with these rows, and room for so many flows.
     pub fn engine(&self, living: usize, young: usize) -> Engine {
         let mut engine = Engine::default();
+        self.write(&mut engine);
+        engine.limit(map::LIVING, living);
+        engine.limit(map::LIVING_REPLY, living);
+        engine.limit(map::YOUNG, young);
+        engine
+    }
+
+    /// Writes these rows, and takes out those that are none of them any more.
+    pub fn write(&self, engine: &mut Engine) {
         let served = &self.served;
         for (index, backend) in served.backends.iter().enumerate() {
             engine.set(map::BACKENDS, &(index as u32), backend);
@@ -295,15 +327,19 @@ impl Scene {
         }
         engine.set(map::CONTROL, &0_u32, &served.control);
         engine.set(map::UPLINKS, &0_u32, &self.uplink);
+        engine.set(map::UPLINKS, &OTHER_SLOT, &self.other);
         for (addr, vip) in &self.vips {
             engine.set(map::VIPS, addr, vip);
         }
         engine.set(map::PEERS, &peer_link(PEER, 0), &self.peer);
-        let mac = PeerMac {
-            mac: self.peer.mac,
-            uplink: 0,
-        };
-        engine.set(map::PEER_MACS, &mac, &PEER);
+        engine.clear(map::PEER_MACS);
+        if let Some(mac) = self.peer_mac() {
+            engine.set(map::PEER_MACS, &mac, &PEER);
+        }
+        engine.clear(map::EXCEPTIONS);
+        for key in &self.exceptions {
+            engine.set(map::EXCEPTIONS, key, &Exception { peer: PEER });
+        }
         engine.set(map::WATCH, &0_u32, &self.watch);
         let (list, ranges) = &self.ranges;
         for (address, length) in ranges {
@@ -312,9 +348,12 @@ impl Scene {
             let key = aya::maps::lpm_trie::Key::new(prefix, source);
             engine.set(map::SOURCES, &key, &1_u32);
         }
-        engine.limit(map::LIVING, living);
-        engine.limit(map::LIVING_REPLY, living);
-        engine.limit(map::YOUNG, young);
-        engine
+        engine.set_neighbor(self.neighbor);
+    }
+
+    /// What frames of the peer are known by, while its MAC is known.
+    pub fn peer_mac(&self) -> Option<PeerMac> {
+        let mac = self.peer.mac;
+        (mac != [0; 6]).then_some(PeerMac { mac, uplink: 0 })
     }
 }

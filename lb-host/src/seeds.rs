@@ -6,23 +6,37 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use etherparse::{
     Ethernet2Header, Icmpv4Type, Icmpv6Type, PacketBuilder, PacketBuilderStep, TcpHeader, icmpv4,
 };
+use lb_common::choice::{EVERYWHERE, NOBODY, choose};
+use lb_common::layout::{Addr, FlowKey, ServiceKey, backend_index};
 use lb_common::packet::{
     PROBE_ASKS, PROBE_MAGIC, PROBE_RETURNS, PROBE_SOURCE, PROBE_SOURCE_V6, TCP_ACK, TCP_FIN,
     TCP_RST, TCP_SYN,
 };
 
-use crate::corpus::{EGRESS, INGRESS, Written, XDP};
+use crate::corpus::{EGRESS, INGRESS, Written, XDP, turn};
+use crate::oracle::leave_sum;
 use crate::scene::{
-    API, CLIENT, CLIENT_MAC, CLIENT6, EMPTY, HEARTBEAT_PORT, IMAGES, INSTANCE, NODE_MAC,
-    PASSED_UDP, PEER_MAC, PODS, PODS6, REMOTE, RESTRICTED, VIP, VIP_OF_OTHERS, VIP_SILENT, VIP6,
+    API, CLIENT, CLIENT_MAC, CLIENT_PORT, CLIENT6, EMPTY, HEARTBEAT_PORT, IMAGES, INSTANCE,
+    NODE_MAC, PASSED_UDP, PEER_MAC, PODS, PODS6, REMOTE, RESTRICTED, VIP, VIP_OF_OTHERS,
+    VIP_SILENT, VIP6, scene,
 };
+use crate::turn::Turn;
 
 type End = (IpAddr, u16);
-/// Frames, and whether they go out.
-type Frames = Vec<(bool, Vec<u8>)>;
+/// A frame, and whether it goes out.
+type Sent = (bool, Vec<u8>);
+/// Several.
+type Frames = Vec<Sent>;
+
+/// What happens next.
+enum Next {
+    Frame(Sent),
+    Turn(Turn),
+}
+use Next::Frame;
 
 /// The client's port.
-const PORT: u16 = 40_000;
+const PORT: u16 = CLIENT_PORT;
 /// A port of the VIP that is nobody's.
 const UNUSED: u16 = 6189;
 const ROUTER: IpAddr = IpAddr::V4(Ipv4Addr::new(172, 22, 0, 200));
@@ -409,13 +423,254 @@ fn plain() -> Vec<(String, Frames)> {
     all
 }
 
+/// A port from which the client's flow to a VIP port with several backends gets the pod of its instance port.
+fn port_to(pod: IpAddr, client: IpAddr, vip: IpAddr, port: u16) -> u16 {
+    let served = scene().served;
+    let key = ServiceKey::new(vip.into(), port);
+    let (_, service) = served
+        .services
+        .iter()
+        .find(|(other, _)| *other == key)
+        .expect("it is served");
+    let is_chosen = |from: &u16| {
+        let flow = FlowKey::forward(client.into(), *from, vip.into(), port);
+        choose(service, &flow, EVERYWHERE, NOBODY).is_some_and(|id| {
+            let backend = served.backends[backend_index(id) as usize];
+            backend.addr == Addr::from(pod)
+        })
+    };
+    (PORT..).find(is_chosen).expect("half of them")
+}
+
+/// The port that the engine tries for a client after another.
+fn next_port(port: u16) -> u16 {
+    port.wrapping_mul(25_173).wrapping_add(13_849) | 0x8000
+}
+
+/// Those in which more happens than packets, by a name.
+fn turned() -> Vec<(String, Vec<Next>)> {
+    let mut all = Vec::new();
+    for is_v6 in [false, true] {
+        let version = if is_v6 { 6 } else { 4 };
+        let (client, vip, pod) = trio(is_v6);
+        let router = if is_v6 { ROUTER6 } else { ROUTER };
+        let (client, pod) = ((client, PORT), (pod, IMAGES));
+        let there =
+            |port, flags, payload: &[u8]| Frame((false, tcp(client, (vip, port), flags, payload)));
+        let back = |flags, payload: &[u8]| Frame((true, tcp(pod, client, flags, payload)));
+        let handed_on = |port, flags| {
+            let frame = tcp(client, (vip, port), flags, b"");
+            Frame((false, from_peer(frame)))
+        };
+        let begin = || {
+            vec![
+                there(INSTANCE, TCP_SYN, b""),
+                back(TCP_SYN | TCP_ACK, b""),
+                there(INSTANCE, TCP_ACK, b"GET / HTTP/1.1\r\n\r\n"),
+                back(TCP_ACK, b"HTTP/1.1 200 OK\r\n\r\n"),
+            ]
+        };
+        let by_peer = || {
+            vec![
+                handed_on(INSTANCE, TCP_SYN),
+                back(TCP_SYN | TCP_ACK, b""),
+                back(TCP_ACK, b"HTTP/1.1 200 OK\r\n\r\n"),
+            ]
+        };
+        let mut add = |name: &str, parts: [Vec<Next>; 2]| {
+            let all_parts = parts.into_iter().flatten().collect();
+            all.push((format!("{name}-v{version}"), all_parts));
+        };
+        let ack = |port| there(port, TCP_ACK, b"more");
+        let syn = |port| there(port, TCP_SYN, b"");
+        let turn = Next::Turn;
+
+        let gone = vec![
+            turn(Turn::Gone),
+            back(TCP_ACK, b"last"),
+            ack(INSTANCE),
+            syn(INSTANCE),
+        ];
+        add("gone", [begin(), gone]);
+        let young = vec![
+            syn(INSTANCE),
+            turn(Turn::Gone),
+            ack(INSTANCE),
+            back(TCP_ACK, b""),
+        ];
+        add("gone-young", [young, vec![]]);
+        let unanswered = vec![turn(Turn::Gone), handed_on(INSTANCE, TCP_ACK)];
+        add("gone-handed-on", [by_peer(), unanswered]);
+        let answered = vec![
+            turn(Turn::Gone),
+            turn(Turn::Neighbor),
+            handed_on(INSTANCE, TCP_ACK),
+        ];
+        add("gone-neighbor", [by_peer(), answered]);
+        let replaced = vec![turn(Turn::Replaced), syn(INSTANCE), ack(INSTANCE)];
+        add("replaced", [begin(), replaced]);
+        let unready = vec![turn(Turn::Unready), ack(INSTANCE), syn(INSTANCE)];
+        add("unready", [begin(), unready]);
+        let unready = vec![
+            syn(INSTANCE),
+            turn(Turn::Unready),
+            syn(INSTANCE),
+            ack(INSTANCE),
+        ];
+        add("unready-young", [unready, vec![]]);
+
+        let full = vec![
+            syn(INSTANCE),
+            back(TCP_SYN | TCP_ACK, b""),
+            turn(Turn::Full),
+            back(TCP_ACK, b"HTTP/1.1 200 OK\r\n\r\n"),
+            ack(INSTANCE),
+            syn(API),
+        ];
+        add("full", [full, vec![]]);
+        add("limited", [vec![turn(Turn::Limited), syn(EMPTY)], vec![]]);
+        add("torn", [vec![turn(Turn::Torn), syn(API), ack(API)], vec![]]);
+        let lost = vec![
+            turn(Turn::NoRoom),
+            syn(INSTANCE),
+            ack(INSTANCE),
+            syn(REMOTE),
+        ];
+        add("no-room", [lost, vec![]]);
+
+        // All ports that are tried for the client are in use through the instance port.
+        let first = port_to(pod.0, client.0, vip, IMAGES);
+        let ports = std::iter::successors(Some(first), |port| Some(next_port(*port)));
+        let from = |from, port| {
+            let frame = tcp((client.0, from), (vip, port), TCP_SYN, b"");
+            Frame((false, frame))
+        };
+        let taken = ports.take(5).map(|port| from(port, INSTANCE)).collect();
+        add("collision", [taken, vec![from(first, IMAGES)]]);
+
+        let refused = tcp(pod, (client.0, first), TCP_RST | TCP_ACK, b"");
+        let spared = vec![
+            from(first, IMAGES),
+            Frame((true, refused)),
+            from(first, IMAGES),
+            from(first, INSTANCE),
+        ];
+        add("spared", [spared, vec![]]);
+
+        let shown = tcp((vip, API), client, TCP_ACK, b"too long");
+        let told = vec![
+            turn(Turn::Told),
+            syn(API),
+            ack(API),
+            Frame((false, too_big(router, vip, &shown, 48, false))),
+            turn(Turn::PeerFails),
+            syn(API),
+        ];
+        add("told", [told, vec![]]);
+        let fails = vec![turn(Turn::PeerFails), ack(REMOTE), syn(REMOTE)];
+        add("peer-fails", [fails, vec![]]);
+        let unknown = vec![
+            syn(REMOTE),
+            turn(Turn::PeerUnknown),
+            ack(REMOTE),
+            handed_on(INSTANCE, TCP_ACK),
+        ];
+        add("peer-unknown", [unknown, vec![]]);
+        let settling = vec![
+            turn(Turn::Settling),
+            ack(EMPTY),
+            ack(UNUSED),
+            ack(INSTANCE),
+            back(TCP_RST, b""),
+        ];
+        add("settling", [settling, vec![]]);
+
+        let sent = tcp(client, pod, TCP_ACK, b"a long request");
+        let error = || Frame((true, too_big(router, client.0, &sent, 200, true)));
+        let redirected = || {
+            vec![
+                turn(Turn::OtherUplink),
+                back(TCP_ACK, b"more"),
+                error(),
+                back(TCP_RST, b""),
+            ]
+        };
+        add("other-uplink", [begin(), redirected()]);
+        add("other-uplink-by-peer", [by_peer(), redirected()]);
+        let restored = vec![
+            turn(Turn::LostReplies),
+            back(TCP_ACK, b"more"),
+            back(TCP_FIN | TCP_ACK, b""),
+            there(INSTANCE, TCP_FIN | TCP_ACK, b""),
+        ];
+        add("lost-replies", [begin(), restored]);
+        let lost = vec![turn(Turn::LostFlows), ack(INSTANCE), back(TCP_ACK, b"more")];
+        add("lost-flows", [begin(), lost]);
+        let lost = vec![
+            turn(Turn::LostYoung),
+            there(INSTANCE, TCP_RST, b""),
+            turn(Turn::Later),
+            back(TCP_ACK, b"more"),
+        ];
+        add("claimed-long-ago", [begin(), lost]);
+        let direct = || Frame((false, tcp(client, pod, TCP_SYN, b"")));
+        let allowed = vec![turn(Turn::Allowed), direct(), back(TCP_SYN | TCP_ACK, b"")];
+        add("allowed", [allowed, vec![]]);
+        let on_host = vec![turn(Turn::OnHost), direct(), back(TCP_SYN | TCP_ACK, b"")];
+        add("on-host", [on_host, vec![]]);
+        let question = if is_v6 {
+            solicitation(CLIENT6)
+        } else {
+            arp(CLIENT, VIP)
+        };
+        let silent = vec![
+            turn(Turn::Silent),
+            Frame((false, question)),
+            Frame((false, echo(is_v6))),
+            syn(API),
+        ];
+        add("silent", [silent, vec![]]);
+    }
+    // To a VIP that somebody else announces, what is not balanced.
+    let client = (IpAddr::from(CLIENT), PORT);
+    let other = |port| (IpAddr::from(VIP_OF_OTHERS), port);
+    let mut fragment = tcp(client, other(API), TCP_ACK, b"a part");
+    fragment[20..22].copy_from_slice(&[0x20, 0]);
+    let external = vec![
+        Frame((false, tcp(client, other(UNUSED), TCP_SYN, b""))),
+        Frame((false, udp(client, other(53), CLIENT_MAC, b"name"))),
+        Frame((false, fragment)),
+    ];
+    all.push(("external".to_owned(), external));
+    // As a local sender leaves it to a device; its answer would have no options where the device begins to sum.
+    let mut bare = with_options(tcp(client, (VIP.into(), EMPTY), TCP_SYN, b""), 2);
+    leave_sum(&mut bare);
+    all.push((
+        "bare-sum-and-options".to_owned(),
+        vec![Frame((false, bare))],
+    ));
+    all
+}
+
 /// All of them, by the names of their files: at XDP as wires bring them, and at TC as skbs of all kinds.
 pub fn seeds() -> Vec<(String, Written)> {
     let mut seeds = Vec::new();
-    for (name, frames) in plain() {
+    let plain = plain().into_iter().map(|(name, frames)| {
+        let steps = frames.into_iter().map(Frame).collect();
+        (name, steps)
+    });
+    for (name, steps) in plain.chain(turned()) {
         let mut at_xdp = Written::new();
         let mut at_tc = Written::new();
-        for (at, (is_out, frame)) in frames.into_iter().enumerate() {
+        for (at, step) in steps.into_iter().enumerate() {
+            let (is_out, frame) = match step {
+                Frame(sent) => sent,
+                Next::Turn(taken) => {
+                    at_xdp.push(turn(taken));
+                    at_tc.push(turn(taken));
+                    continue;
+                }
+            };
             at_xdp.push((if is_out { EGRESS } else { XDP }, frame.clone()));
             // Tag, sum and what is at hand: another combination for every step.
             let kind = (at as u8)

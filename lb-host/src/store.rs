@@ -52,6 +52,8 @@ pub struct Store {
 
 /// `-E2BIG`: no room for another row.
 pub const NO_ROOM: i32 = -7;
+/// `-ENOMEM`: nothing that an LRU could forget.
+const NO_ELEMENT: i32 = -12;
 /// `-EAGAIN`: a ring without room.
 const AGAIN: i32 = -11;
 /// What a ring needs for a record besides its bytes.
@@ -108,7 +110,7 @@ impl Store {
         rows.get_mut(&key[..]).expect("just inserted").as_mut_ptr()
     }
 
-    /// Writes a row; where there is no room, an LRU forgets another one.
+    /// Writes a row; where there is no room, an LRU forgets another one, unless it has none at all.
     pub fn insert<V>(
         &mut self,
         id: usize,
@@ -126,9 +128,13 @@ impl Store {
             self.removed.push(std::mem::replace(row, stored(value)));
             return Ok(());
         }
-        if table.rows.len() >= table.room.unwrap_or(room) {
+        let room = table.room.unwrap_or(room);
+        if table.rows.len() >= room {
             if !is_lru {
                 return Err(NO_ROOM);
+            }
+            if room == 0 {
+                return Err(NO_ELEMENT);
             }
             let forgotten = table.rows.pop_first().map(|(_, value)| value);
             self.removed.extend(forgotten);

@@ -231,7 +231,7 @@ proptest! {
         };
         let program = if make.is_from_pod { Program::Egress } else { program(is_xdp) };
         let stage = Stage::default();
-        let step = Step { program, packet };
+        let step = Step::Packet(program, packet);
         let outcome = &stage.play(&[step.clone(), step])[0];
         let is_served = !outcome.verdict.name().starts_with("passed");
         prop_assert!(is_served || make.is_from_pod || make.extensions.len() > 4, "{:?}", outcome.verdict);
@@ -281,7 +281,7 @@ proptest! {
         let end = whole.len() - 4 * usize::from(make.tcp_options);
         for length in 14..end {
             let packet = Packet::new(&whole[..length]);
-            let outcome = &stage.play(&[Step { program, packet }])[0];
+            let outcome = &stage.play(&[Step::Packet(program, packet)])[0];
             let is_left = matches!(outcome.verdict, Verdict::Passed | Verdict::DroppedMalformed | Verdict::DroppedProtocol);
             prop_assert!(is_left, "{length} of {end}: {:?}", outcome.verdict);
             prop_assert_eq!(&outcome.frame[..], &whole[..length]);
@@ -299,7 +299,7 @@ proptest! {
         ];
         frame[..starts[start].len()].copy_from_slice(starts[start]);
         let program = if out { Program::Egress } else { program(is_xdp) };
-        let outcome = &Stage::default().play(&[Step { program, packet: Packet::new(frame) }])[0];
+        let outcome = &Stage::default().play(&[Step::Packet(program, Packet::new(frame))])[0];
         let is_sent = matches!(outcome.verdict.action(), Action::Transmit | Action::Redirect);
         prop_assert!(!is_sent || outcome.frame.len() >= 42);
     }

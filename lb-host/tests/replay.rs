@@ -30,30 +30,9 @@ fn the_files_are_what_the_seeds_are() {
     }
 }
 
-/// What the scene does not lead to: nobody takes backends away there, tables have room, no peer fails.
-const UNMET: &[&str] = &[
-    "passed_external",
-    "passed_direct",
-    "replied_restored",
-    "replied_redirected",
-    "refused_gone",
-    "refused_table_full",
-    "dropped_rate_limited",
-    "dropped_collision",
-    "dropped_no_room",
-    "dropped_table_full",
-    "dropped_inconsistent",
-    "dropped_rewrite",
-    "handed_on_exception",
-    "dropped_no_peer",
-    "dropped_settling",
-    "dropped_nd_silent",
-    "dropped_first_reset",
-];
-
 /// A fuzzer that begins with fewer finds the rest late or never.
 #[test]
-fn the_seeds_meet_all_verdicts_but_some() {
+fn the_seeds_meet_all_verdicts() {
     let stage = Stage::default();
     let mut met = BTreeSet::new();
     for (_, dialogue) in seeds() {
@@ -63,5 +42,5 @@ fn the_seeds_meet_all_verdicts_but_some() {
     }
     let all = Verdict::ALL.iter().map(|verdict| verdict.name());
     let missing: Vec<_> = all.filter(|name| !met.contains(name)).collect();
-    assert_eq!(missing, UNMET);
+    assert!(missing.is_empty(), "{missing:?}");
 }

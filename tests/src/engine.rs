@@ -6,17 +6,18 @@ use std::sync::LazyLock;
 
 use anyhow::{Context, Result, bail};
 use aya::maps::lpm_trie::{Key, LpmTrie};
-use aya::maps::{Array, HashMap, MapData, PerCpuArray, RingBuf};
+use aya::maps::{Array, HashMap, MapData, PerCpuArray, PerCpuValues, RingBuf};
 use aya::programs::{Program, TestRun, TestRunOptions};
+use aya::util::nr_cpus;
 use aya::{Btf, Ebpf, EbpfLoader};
 use lb_common::Verdict;
 use lb_common::events::{Ending, Event, Telling, Watch};
 use lb_common::layout::{
-    Addr, Backend, Control, Exception, Flow, FlowKey, MODE_NATIVE, MODE_TC, Peer, PeerMac, Pod,
-    PodPort, Reflection, Service, ServiceKey, Source, Traffic, Uplink, Vip, global, map, peer_link,
-    program,
+    Addr, Backend, Bucket, Control, Exception, Flow, FlowKey, MODE_NATIVE, MODE_TC, Peer, PeerMac,
+    Pod, PodPort, Pressure, Reflection, Service, ServiceKey, Source, Traffic, Uplink, Vip, global,
+    map, peer_link, program,
 };
-use lb_host::scene::{self, HEARTBEAT_PORT, Served, ServedPort};
+use lb_host::scene::{self, HEARTBEAT_PORT, OTHER_SLOT, PEER, Scene, Served, ServedPort};
 
 /// The kernel's type information, parsed once: it takes longer than everything else here.
 static BTF: LazyLock<Option<Btf>> = LazyLock::new(|| Btf::from_sys_fs().ok());
@@ -73,6 +74,14 @@ impl Engine {
     pub fn load_sized(living: u32, young: u32) -> Result<Self> {
         let ticks = rustix::time::clock_getres(rustix::time::ClockId::MonotonicCoarse).tv_nsec;
         let ticks = u32::try_from(1_000_000_000 / ticks).context("clock resolution")?;
+        Self::load_ticking(living, young, ticks)
+    }
+
+    /// As [`Engine::load_sized`], a second being so many of the kernel's ticks.
+    ///
+    /// # Errors
+    /// When the kernel refuses its maps.
+    pub fn load_ticking(living: u32, young: u32, ticks: u32) -> Result<Self> {
         let mut loader = EbpfLoader::new();
         loader
             .btf(BTF.as_ref())
@@ -387,16 +396,59 @@ impl Engine {
         self.set_control(served.control)
     }
 
-    /// Forgets all flows, and which of so many backends have been shunned.
+    /// Writes all rows of a scene, and takes out those that are none of them any more.
+    ///
+    /// # Errors
+    /// As any map update.
+    pub fn write_scene(&mut self, scene: &Scene) -> Result<()> {
+        self.set_uplink(0, scene.uplink)?;
+        self.set_uplink(OTHER_SLOT, scene.other)?;
+        for (addr, vip) in &scene.vips {
+            self.set_vip(*addr, *vip)?;
+        }
+        self.write(&scene.served)?;
+        self.set(map::PEERS, peer_link(PEER, 0), scene.peer)?;
+        self.clear::<PeerMac, u32>(map::PEER_MACS)?;
+        if let Some(mac) = scene.peer_mac() {
+            self.hash::<PeerMac, u32>(map::PEER_MACS)?
+                .insert(mac, PEER, 0)?;
+        }
+        self.clear::<FlowKey, Exception>(map::EXCEPTIONS)?;
+        for key in &scene.exceptions {
+            self.set_exception(key, PEER)?;
+        }
+        let (list, ranges) = &scene.ranges;
+        for (key, service) in &scene.served.services {
+            if service.sources == *list {
+                self.admit(*key, *list, ranges)?;
+            }
+        }
+        self.set_watch(scene.watch)
+    }
+
+    fn clear<K: aya::Pod, V: aya::Pod>(&mut self, name: &str) -> Result<()> {
+        let mut rows = self.hash::<K, V>(name)?;
+        for key in rows.keys().collect::<Result<Vec<_>, _>>()? {
+            rows.remove(&key)?;
+        }
+        Ok(())
+    }
+
+    /// Forgets what the programs have written that decides anything: flows, pressure, and which of so many backends have
+    /// been shunned.
     ///
     /// # Errors
     /// As any map update.
     pub fn forget(&mut self, backends: usize) -> Result<()> {
         for name in [map::LIVING, map::LIVING_REPLY, map::YOUNG] {
-            for (key, _) in self.flows(name)? {
-                self.lose_flow(name, &key)?;
-            }
+            self.clear::<FlowKey, Flow>(name)?;
         }
+        self.clear::<FlowKey, u64>(map::DIRECT)?;
+        self.set(map::PRESSURE, 0, Pressure::default())?;
+        let buckets = self.ebpf.map_mut(map::BUCKET).context("no bucket")?;
+        let mut buckets = PerCpuArray::<_, Bucket>::try_from(buckets)?;
+        let fresh = vec![Bucket::default(); nr_cpus().map_err(|(_, error)| error)?];
+        buckets.set(0, PerCpuValues::try_from(fresh)?, 0)?;
         for index in 0..backends {
             self.set(map::SHUNNED, index as u32, 0_u64)?;
         }

@@ -1,35 +1,45 @@
 //! The programs in the kernel, and their source on the host (lb-host), which is what the fuzzer runs: the same packets over
 //! the same tables have the same verdicts, bytes, entries and events.
 
+use std::borrow::Cow;
+
 use ironlb_tests::engine::Engine;
-use lb_common::layout::{Flow, FlowKey, PEER_REFLECTS, Uplink, map, program};
+use lb_common::layout::{Flow, FlowKey, Uplink, map, program};
 use lb_host::Program;
-use lb_host::corpus::{self, Mutations, Written, files, plain};
-use lb_host::scene::{PEER, Scene, scene};
+use lb_host::corpus::{self, Mutations, Step, Written, files, plain};
+use lb_host::scene::{Scene, scene};
+use lb_host::turn::Flows;
 
 /// Room for flows, which no dialogue fills.
 const ROOM: u32 = 64;
 /// Frames that are made out of the kept dialogues.
 const MUTATED: usize = 20_000;
 
+/// Ticks of what the programs in the kernel take for a second: none passes, however busy the machine is.
+const TICKS: u32 = 1_000_000;
+
 /// The programs in the kernel with a scene's tables.
 fn in_kernel(scene: &Scene) -> Engine {
-    let mut engine = Engine::load_sized(ROOM, 1024).expect("the object loads");
-    engine.set_uplink(0, scene.uplink).expect("writes");
-    for (addr, vip) in &scene.vips {
-        engine.set_vip(*addr, *vip).expect("writes");
-    }
-    assert_eq!(scene.peer.flags, PEER_REFLECTS);
-    engine.set_peer(PEER, scene.peer, &[]).expect("writes");
-    engine.write(&scene.served).expect("writes");
-    let (list, ranges) = &scene.ranges;
-    for (key, service) in &scene.served.services {
-        if service.sources == *list {
-            engine.admit(*key, *list, ranges).expect("writes");
-        }
-    }
-    engine.set_watch(scene.watch).expect("writes");
+    let mut engine = Engine::load_ticking(ROOM, 1024, TICKS).expect("the object loads");
+    engine.write_scene(scene).expect("writes");
     engine
+}
+
+/// Tables in the kernel.
+struct Tables<'a>(&'a mut Engine);
+
+impl Flows for Tables<'_> {
+    fn rows(&mut self, table: &str) -> Vec<(FlowKey, Flow)> {
+        self.0.flows(table).expect("reads")
+    }
+
+    fn put(&mut self, table: &str, key: &FlowKey, flow: &Flow) -> bool {
+        self.0.set_flow(table, key, *flow).is_ok()
+    }
+
+    fn lose(&mut self, table: &str, key: &FlowKey) {
+        self.0.lose_flow(table, key).expect("it was there");
+    }
 }
 
 /// What of an entry does not tell of the time.
@@ -83,9 +93,10 @@ fn is_taken(program: Program, frame: &[u8]) -> bool {
 
 struct Pair {
     kernel: Engine,
-    backends: usize,
+    scene: Scene,
     fresh: lb_host::Engine,
     runs: usize,
+    turns: usize,
     left_out: usize,
 }
 
@@ -94,9 +105,10 @@ impl Pair {
         let scene = scene();
         Self {
             kernel: in_kernel(&scene),
-            backends: scene.served.backends.len(),
             fresh: scene.engine(ROOM as usize, 1024),
+            scene,
             runs: 0,
+            turns: 0,
             left_out: 0,
         }
     }
@@ -104,20 +116,37 @@ impl Pair {
     /// Plays a dialogue twice, and panics at the first difference.
     fn play(&mut self, name: &str, dialogue: &Written) {
         let mut host = self.fresh.clone();
-        self.kernel.forget(self.backends).expect("writes");
-        for (at, step) in plain(dialogue).iter().enumerate() {
-            let frame = &step.packet.frame;
-            if !is_taken(step.program, frame) {
+        let mut scene = Cow::Borrowed(&self.scene);
+        let backends = scene.served.backends.len();
+        self.kernel.forget(backends).expect("writes");
+        let steps = plain(dialogue);
+        for (at, step) in steps.iter().enumerate() {
+            let (program, packet) = match step {
+                Step::Packet(program, packet) => (*program, packet),
+                Step::Turn(turn) if turn.is_of_host() => {
+                    self.left_out += steps.len() - at;
+                    break;
+                }
+                Step::Turn(turn) => {
+                    self.turns += 1;
+                    turn.take(scene.to_mut(), &mut host);
+                    self.kernel.write_scene(&scene).expect("writes");
+                    turn.stir(&mut Tables(&mut self.kernel));
+                    continue;
+                }
+            };
+            let frame = &packet.frame;
+            if !is_taken(program, frame) {
                 self.left_out += 1;
                 continue;
             }
             self.runs += 1;
-            let name = format!("{name}, step {at}, {:?}: {frame:02x?}", step.program);
-            host.attach(step.program);
+            let name = format!("{name}, step {at}, {program:?}: {frame:02x?}");
+            host.attach(program);
             let uplink: Uplink = host.get(map::UPLINKS, &0_u32).expect("there is one");
-            let there = host.run(step.program, &step.packet);
+            let there = host.run(program, packet);
             host.clock().jiffies += 1;
-            let program = match step.program {
+            let program = match program {
                 Program::Xdp => program::XDP,
                 Program::Ingress => program::INGRESS,
                 Program::Egress => program::EGRESS,
@@ -137,6 +166,9 @@ impl Pair {
             let events = self.kernel.events().expect("reads");
             assert_eq!(told(events), told(host.events()), "{name}: events");
         }
+        if let Cow::Owned(_) = scene {
+            self.kernel.write_scene(&self.scene).expect("writes");
+        }
     }
 }
 
@@ -146,7 +178,8 @@ fn kept_dialogues_go_as_they_do_on_the_host() {
     for (path, bytes) in files().expect("fuzz/seeds can be read") {
         pair.play(&path.display().to_string(), &corpus::read(&bytes));
     }
-    assert!(pair.runs > 200, "{} runs", pair.runs);
+    assert!(pair.runs > 400, "{} runs", pair.runs);
+    assert!(pair.turns > 50, "{} turns", pair.turns);
 }
 
 #[test]
