@@ -24,6 +24,7 @@ use crate::health::{Change, Checks};
 use crate::http::{self, LogFilter};
 use crate::interfaces::{Changes, Host, InterfaceError, in_subnet};
 use crate::kubernetes::{self, SourceError};
+use crate::memory;
 use crate::observed::Observed;
 use crate::peers::{self, Key, Link, PeerView, Peers, PeersError, VipWanted, Wanted};
 use crate::plan::{self, Nodes, Warning, brief};
@@ -41,6 +42,9 @@ const GATHER_CHANGES: Duration = Duration::from_millis(20);
 const HAND_OVER: Duration = Duration::from_secs(2);
 /// The rhythm of a node that has no peers.
 const ALONE_INTERVAL: Duration = Duration::from_millis(300);
+
+/// After so many writes the plan and its rows have taken memory worth giving back.
+const MANY_WRITES: usize = 1000;
 
 /// What the log says of a signal during the start.
 const ENDED_EARLY: &str = "ended before there was anything to serve";
@@ -106,6 +110,7 @@ pub enum AgentError {
 /// Serves until SIGTERM or SIGINT. A bad file or a data plane that cannot be attached is an error at
 /// the start, and only a line in the log later.
 pub fn run(options: Options) -> Result<(), AgentError> {
+    memory::keep_little();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .enable_all()
@@ -169,6 +174,7 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         }
         agent.meet(options.dataplane.bpffs.clone())?;
         let mut changes = Changes::listen()?;
+        memory::give_back();
         agent.serve(&mut source, &mut signals, &mut changes).await;
         source.stop().await;
         if let Some(peers) = agent.peers.take() {
@@ -576,6 +582,9 @@ impl Agent {
             peers.tables_changed();
         }
         self.note(applied);
+        if writes > MANY_WRITES {
+            memory::give_back();
+        }
         let serving = self.summary();
         if writes > 0 || serving != self.serving {
             info!(writes, "{serving}");

@@ -317,6 +317,19 @@ pub fn route_to(address: IpAddr) -> Result<Option<u32>, InterfaceError> {
     Ok(route(address)?.and_then(|route| route.device))
 }
 
+/// The interfaces by which this node reaches these addresses.
+pub fn routes_to(
+    addresses: impl IntoIterator<Item = IpAddr>,
+) -> Result<BTreeSet<u32>, InterfaceError> {
+    // One socket for all: there may be thousands of them.
+    let mut netlink = Netlink::open()?;
+    let mut devices = BTreeSet::new();
+    for address in addresses {
+        devices.extend(netlink.route(address)?.and_then(|route| route.device));
+    }
+    Ok(devices)
+}
+
 /// How this node reaches an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Route {
@@ -328,48 +341,7 @@ pub struct Route {
 
 /// The route to `address`, or `None` where there is none.
 pub fn route(address: IpAddr) -> Result<Option<Route>, InterfaceError> {
-    let mut question = RouteMessage::default();
-    (
-        question.header.address_family,
-        question.header.destination_prefix_length,
-    ) = match address {
-        IpAddr::V4(_) => (AddressFamily::Inet, 32),
-        IpAddr::V6(_) => (AddressFamily::Inet6, 128),
-    };
-    let destination = RouteAddress::from(address);
-    question
-        .attributes
-        .push(RouteAttribute::Destination(destination));
-    let mut found = None;
-    let asked = Netlink::open()?.ask(
-        "a route",
-        RouteNetlinkMessage::GetRoute(question),
-        NLM_F_ACK,
-        |message| {
-            if let RouteNetlinkMessage::NewRoute(route) = message {
-                found = Some(Route {
-                    device: outgoing(&route),
-                    mtu: mtu(&route),
-                });
-            }
-        },
-    );
-    match asked {
-        Ok(()) => Ok(found),
-        // No route at all, unreachable, prohibited, black hole.
-        Err(InterfaceError::Netlink { source, .. })
-            if matches!(
-                source.kind(),
-                io::ErrorKind::NetworkUnreachable
-                    | io::ErrorKind::HostUnreachable
-                    | io::ErrorKind::PermissionDenied
-                    | io::ErrorKind::InvalidInput
-            ) =>
-        {
-            Ok(None)
-        }
-        Err(error) => Err(error),
-    }
+    Netlink::open()?.route(address)
 }
 
 /// The next hop of a default route, IPv4 first; `None` where there is none that can be named alone.
@@ -596,6 +568,52 @@ impl Netlink {
             what: "a socket",
             source,
         })
+    }
+
+    /// See [`route`].
+    fn route(&mut self, address: IpAddr) -> Result<Option<Route>, InterfaceError> {
+        let mut question = RouteMessage::default();
+        (
+            question.header.address_family,
+            question.header.destination_prefix_length,
+        ) = match address {
+            IpAddr::V4(_) => (AddressFamily::Inet, 32),
+            IpAddr::V6(_) => (AddressFamily::Inet6, 128),
+        };
+        let destination = RouteAddress::from(address);
+        question
+            .attributes
+            .push(RouteAttribute::Destination(destination));
+        let mut found = None;
+        let asked = self.ask(
+            "a route",
+            RouteNetlinkMessage::GetRoute(question),
+            NLM_F_ACK,
+            |message| {
+                if let RouteNetlinkMessage::NewRoute(route) = message {
+                    found = Some(Route {
+                        device: outgoing(&route),
+                        mtu: mtu(&route),
+                    });
+                }
+            },
+        );
+        match asked {
+            Ok(()) => Ok(found),
+            // No route at all, unreachable, prohibited, black hole.
+            Err(InterfaceError::Netlink { source, .. })
+                if matches!(
+                    source.kind(),
+                    io::ErrorKind::NetworkUnreachable
+                        | io::ErrorKind::HostUnreachable
+                        | io::ErrorKind::PermissionDenied
+                        | io::ErrorKind::InvalidInput
+                ) =>
+            {
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Sends one question and hands every answer to `take`.

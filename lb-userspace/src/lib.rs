@@ -16,6 +16,7 @@ pub mod health;
 pub mod http;
 pub mod interfaces;
 pub mod kubernetes;
+mod memory;
 pub mod netdev;
 pub mod observed;
 pub mod packet;

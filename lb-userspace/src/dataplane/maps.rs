@@ -14,7 +14,7 @@ use lb_common::{
 use tracing::warn;
 
 use super::rows::{Rows, Write};
-use super::{DataplaneError, Options, pins};
+use super::{DataplaneError, Options, batch, pins};
 
 /// Opens a pinned map as what it should be.
 pub(super) fn pinned<T>(dir: &Path, name: &'static str) -> Result<T, DataplaneError>
@@ -29,12 +29,12 @@ where
 
 /// Every pinned map, by name: who holds them can pin them again.
 pub(super) fn all(dir: &Path) -> Result<Vec<(&'static str, MapData)>, DataplaneError> {
-    let open = |name: &&'static str| {
-        let data = MapData::from_pin(dir.join(name));
-        data.map(|data| (*name, data))
-            .map_err(|source| DataplaneError::map("open", name, source))
-    };
+    let open = |name: &&'static str| data(dir, name).map(|data| (*name, data));
     map::ALL.iter().map(open).collect()
+}
+
+fn data(dir: &Path, name: &'static str) -> Result<MapData, DataplaneError> {
+    MapData::from_pin(dir.join(name)).map_err(|source| DataplaneError::map("open", name, source))
 }
 
 /// The process that wrote `control` last, whether it lives or not.
@@ -154,6 +154,15 @@ pub(super) struct Maps {
     peer_info: Array<MapData, PeerInfo>,
     peer_stats: PerCpuArray<MapData, Traffic>,
     sources: LpmTrie<MapData, Source, u32>,
+    bulk: Bulk,
+}
+
+/// The maps that have a row for each backend, once more: see [`batch`].
+struct Bulk {
+    backends: MapData,
+    backend_info: MapData,
+    pod_ports: MapData,
+    pods: MapData,
 }
 
 impl Maps {
@@ -176,6 +185,12 @@ impl Maps {
             peer_info: pinned(dir, map::PEER_INFO)?,
             peer_stats: pinned(dir, map::PEER_STATS)?,
             sources: pinned(dir, map::SOURCES)?,
+            bulk: Bulk {
+                backends: data(dir, map::BACKENDS)?,
+                backend_info: data(dir, map::BACKEND_INFO)?,
+                pod_ports: data(dir, map::POD_PORTS)?,
+                pods: data(dir, map::PODS)?,
+            },
         })
     }
 
@@ -202,6 +217,52 @@ impl Maps {
         };
         let version = rows.services.values().map(|s| s.version).max().unwrap_or(0);
         Ok(Rows { version, ..rows })
+    }
+
+    /// Does the first write and those after it that one system call can do with it. Returns how many are done, of which
+    /// the last may have failed.
+    pub(super) fn execute_run(&mut self, writes: &[Write]) -> (usize, Result<(), DataplaneError>) {
+        let bulk = &self.bulk;
+        let run = match writes {
+            [Write::Backend(..), Write::Backend(..), ..] => {
+                run(&bulk.backends, map::BACKENDS, writes, |write| match write {
+                    Write::Backend(index, row) => Some((u32::from(*index), *row)),
+                    _ => None,
+                })
+            }
+            [Write::BackendInfo(..), Write::BackendInfo(..), ..] => run(
+                &bulk.backend_info,
+                map::BACKEND_INFO,
+                writes,
+                |write| match write {
+                    Write::BackendInfo(index, row) => Some((u32::from(*index), **row)),
+                    _ => None,
+                },
+            ),
+            [Write::Pod(..), Write::Pod(..), ..] => {
+                run(&bulk.pods, map::PODS, writes, |write| match write {
+                    Write::Pod(addr, row) => Some((*addr, *row)),
+                    _ => None,
+                })
+            }
+            [Write::PodPort(..), Write::PodPort(..), ..] => run(
+                &bulk.pod_ports,
+                map::POD_PORTS,
+                writes,
+                |write| match write {
+                    Write::PodPort(key, row) => Some((*key, **row)),
+                    _ => None,
+                },
+            ),
+            _ => None,
+        };
+        match run {
+            Some(done) => done,
+            None => match self.execute(&writes[0]) {
+                Ok(()) => (1, Ok(())),
+                Err(error) => (0, Err(error)),
+            },
+        }
     }
 
     /// Does one write.
@@ -249,6 +310,23 @@ impl Maps {
         };
         done.map_err(|source| DataplaneError::map("write", name, source))
     }
+}
+
+/// Does all writes of one kind at the beginning of `writes`.
+fn run<K: aya::Pod, V: aya::Pod>(
+    map: &MapData,
+    name: &'static str,
+    writes: &[Write],
+    entry: impl Fn(&Write) -> Option<(K, V)>,
+) -> Option<(usize, Result<(), DataplaneError>)> {
+    let entries: Vec<(K, V)> = writes.iter().map_while(entry).collect();
+    Some(match batch::update(map, &entries) {
+        Ok(()) => (entries.len(), Ok(())),
+        Err((written, source)) => (
+            written,
+            Err(DataplaneError::map("write", name, source.into())),
+        ),
+    })
 }
 
 fn reset(stats: &mut PerCpuArray<MapData, Traffic>, index: u16) -> Result<(), MapError> {

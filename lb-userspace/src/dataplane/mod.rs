@@ -4,6 +4,7 @@
 //! restart finds flows, ids and attachments as they were.
 
 mod attach;
+mod batch;
 mod endings;
 mod error;
 mod former;
@@ -249,6 +250,18 @@ impl Held {
         Ok(())
     }
 
+    /// In their order. What is written before an error is recorded.
+    fn write_all(&mut self, mut writes: &[Write]) -> Result<(), DataplaneError> {
+        while !writes.is_empty() {
+            let (count, done) = self.maps.execute_run(writes);
+            let (written, rest) = writes.split_at(count);
+            written.iter().for_each(|write| self.rows.record(write));
+            done?;
+            writes = rest;
+        }
+        Ok(())
+    }
+
     fn write_uplink(&mut self, slot: u32, row: Uplink) -> Result<(), DataplaneError> {
         if self.rows.uplinks[slot as usize] == row {
             return Ok(());
@@ -365,7 +378,7 @@ impl Dataplane {
             want(place, None);
         }
         let routed = match uplinks.iter().any(|spec| spec.bypass == Bypass::Auto) {
-            true => routed_devices(self.backends(tables))?,
+            true => interfaces::routes_to(self.backends(tables))?,
             false => BTreeSet::new(),
         };
 
@@ -571,9 +584,7 @@ impl Dataplane {
             }
             _ => false,
         });
-        for write in &plan.writes {
-            self.held.write(write)?;
-        }
+        self.held.write_all(&plan.writes)?;
         if ends {
             // Those that another pod's address or a lack of room ends at once.
             self.end_flows(&HashSet::new());
@@ -702,15 +713,6 @@ pub(crate) fn owner_of_vip(host: &Host, vip: IpAddr) -> Option<&Interface> {
 /// Whether what is pinned below a root is what this version takes it for.
 pub(crate) fn check_pins(root: &Path) -> Result<(), DataplaneError> {
     maps::check(&pins::layout_dir(root), &Options::default())
-}
-
-/// Devices that a route to a backend leaves by.
-fn routed_devices(addresses: BTreeSet<IpAddr>) -> Result<BTreeSet<u32>, DataplaneError> {
-    let mut devices = BTreeSet::new();
-    for address in addresses {
-        devices.extend(interfaces::route_to(address)?);
-    }
-    Ok(devices)
 }
 
 /// The slot that the interface has, or that its former self had, or a free one.

@@ -945,7 +945,10 @@ fn order(
         }
     }
     for &index in fresh_backends {
-        write(&mut held, Write::ResetBackendStats(index));
+        // Nobody has counted there yet.
+        if now.backends[usize::from(index)] != NO_BACKEND {
+            write(&mut held, Write::ResetBackendStats(index));
+        }
     }
     for (backend, index) in next.backends.iter().zip(0..) {
         let was = now.backends[usize::from(index)];
