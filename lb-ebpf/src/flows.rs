@@ -191,10 +191,15 @@ pub fn promote(key: &FlowKey, young: &Flow) -> bool {
         Ok(()) => {
             events::living(key, living);
             if let Some(living) = LIVING.get_ptr_mut(key) {
+                // Only what is set: what another processor notes meanwhile must not be overwritten.
                 // SAFETY: bytes of this map's value.
                 unsafe {
-                    (*living).client_fin |= young.client_fin;
-                    (*living).pod_fin |= young.pod_fin;
+                    if young.client_fin != 0 {
+                        (*living).client_fin = 1;
+                    }
+                    if young.pod_fin != 0 {
+                        (*living).pod_fin = 1;
+                    }
                 }
             }
             true
