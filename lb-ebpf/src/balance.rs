@@ -14,8 +14,8 @@ use lb_common::{
     events::{BY_CLIENT_RESET, BY_GONE, BY_POD_FIN},
     field,
     packet::{
-        self, Change, EthernetHeader, Ip, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Tcp, TcpHeader,
-        UdpHeader, ethertype, mac_word, protocol,
+        self, Change, EthernetHeader, Ip, Ipv4Header, PROBE_SOURCE, TCP_ACK, TCP_FIN, TCP_RST,
+        TCP_SYN, Tcp, TcpHeader, UdpHeader, ethertype, mac_word, protocol,
     },
 };
 
@@ -58,6 +58,7 @@ pub fn forward<H: Hook>(hook: &mut H) -> Verdict {
         return Verdict::PassedOtherVlan;
     }
     let ip = match link.ethertype {
+        ethertype::IPV4 if is_foreign(hook, uplink, link.network) => return Verdict::Passed,
         ethertype::IPV4 => packet::ipv4(hook, link.network),
         ethertype::IPV6 => packet::ipv6(hook, link.network),
         ethertype::ARP => return neighbor::arp(hook, uplink, link.network),
@@ -89,6 +90,21 @@ pub fn forward<H: Hook>(hook: &mut H) -> Verdict {
         }
         _ => Verdict::Passed,
     }
+}
+
+/// Whether an IPv4 packet goes to an address that nothing here is about: most of what arrives. Told by one word, before the
+/// rest of the header is read.
+#[inline(always)]
+fn is_foreign<H: Hook>(hook: &H, uplink: &Uplink, network: usize) -> bool {
+    let Some(header) = hook.at::<Ipv4Header>(network) else {
+        return true;
+    };
+    let destination = field!(header, destination);
+    !uplink.vip_filter.may_contain(destination)
+        && destination != u32::from_ne_bytes(PROBE_SOURCE)
+        && !CONTROL
+            .get(0)
+            .is_some_and(|control| control.pod_filter.may_contain(destination))
 }
 
 /// A packet that may be for a VIP; `None` when it is not.
@@ -380,13 +396,9 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ver
     if syn && flows::table_is_full() {
         return Some(Verdict::RefusedTableFull);
     }
-    let Some(client_port) = flows::free_port(key, backend) else {
+    let Some(flow) = flows::young_of_free_port(key, backend, id) else {
         return Some(Verdict::DroppedCollision);
     };
-    let Some(flow) = flows::young(key, backend, id) else {
-        return Some(Verdict::DroppedInconsistent);
-    };
-    flow.client_port = client_port;
     let bytes = frame_length(ip);
     note_client(tcp, flow, bytes);
     note_way(hook, flow, peers::handed_on());
@@ -403,7 +415,7 @@ fn begin<H: Hook>(hook: &mut H, ip: &Ip, tcp: &Tcp, key: &FlowKey) -> Option<Ver
     if YOUNG.insert(key, &*flow, 0).is_err() {
         return Some(Verdict::DroppedNoRoom);
     }
-    if client_port != key.client_port {
+    if flow.client_port != key.client_port {
         flows::keep_translated(key, flow);
     }
     count_in(service, backend_index(id), bytes, syn);

@@ -5,13 +5,14 @@
 
 use aya_ebpf::helpers::{bpf_jiffies64, bpf_ktime_get_boot_ns};
 use lb_common::{
-    Addr, Backend, CLOSING_GUARD, FLOW_CLOSING, Flow, FlowKey, MAX_VIP_PORTS_PER_POD_PORT, PodPort,
-    ServiceKey,
+    Addr, Backend, CLOSING_GUARD, FLOW_CLOSING, FORWARD, Flow, FlowKey, MAX_VIP_PORTS_PER_POD_PORT,
+    PodPort, REPLY, ServiceKey, packet::TCP_SYN,
 };
 
 use crate::events;
 use crate::maps::{
-    LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, SCRATCH, TICKS_PER_SECOND, UPLINK, YOUNG, copy_words,
+    LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, SCRATCH, Scratch, TICKS_PER_SECOND, UPLINK, YOUNG,
+    copy_words,
 };
 
 /// Seconds that a young entry guards its client port: as long as a pod may retry a SYN-ACK.
@@ -190,10 +191,15 @@ pub fn promote(key: &FlowKey, young: &Flow) -> bool {
         Ok(()) => {
             events::living(key, living);
             if let Some(living) = LIVING.get_ptr_mut(key) {
+                // Only what is set: what another processor notes meanwhile must not be overwritten.
                 // SAFETY: bytes of this map's value.
                 unsafe {
-                    (*living).client_fin |= young.client_fin;
-                    (*living).pod_fin |= young.pod_fin;
+                    if young.client_fin != 0 {
+                        (*living).client_fin = 1;
+                    }
+                    if young.pod_fin != 0 {
+                        (*living).pod_fin = 1;
+                    }
                 }
             }
             true
@@ -231,121 +237,191 @@ pub fn is_served(pod: &Addr, port: u16) -> bool {
     POD_PORTS.get_ptr(&ServiceKey::new(*pod, port)).is_some()
 }
 
-/// Whether an entry names this pod port with the client's own port.
+/// Whether a forward entry's replies have this key.
 #[inline(always)]
-pub fn leads_to(flow: &Flow, pod: &Addr, port: u16, client_port: u16) -> bool {
-    flow.addr == *pod && flow.port == port && flow.client_port == client_port
+pub fn leads_to(flow: &Flow, reply: &FlowKey) -> bool {
+    flow.addr == reply.addr && flow.port == reply.port && flow.client_port == reply.client_port
 }
 
 /// How many ports are tried for a client before its SYN is dropped; it will come again.
 const ATTEMPTS: u32 = 5;
 
-/// The client's port towards the backend's pod port: its own or, where that is in use through another VIP port and
-/// both connections would be one to the pod, another that is free.
+/// A fresh forward entry as [`young`] makes it, with the client's port towards the backend's pod port: its own or, where
+/// that is in use through another VIP port and both connections would be one to the pod, another that is free.
+/// `None` when none is found.
 #[inline(always)]
-pub fn free_port(key: &FlowKey, backend: &Backend) -> Option<u16> {
-    // SAFETY: read only; a concurrent update costs one wrong answer at most.
-    let Some(ways) = (unsafe { POD_PORTS.get(&ServiceKey::new(backend.addr, backend.port)) })
-    else {
-        // Being taken away.
-        return Some(key.client_port);
-    };
-    let mut port = key.client_port;
-    for _ in 0..ATTEMPTS {
-        if !is_taken(key, backend, ways, port) {
-            return Some(port);
-        }
-        // Any permutation does, as long as it is the same every time: a flow whose entry is lost finds its port again.
-        port = port.wrapping_mul(25_173).wrapping_add(13_849) | 0x8000;
+pub fn young_of_free_port(key: &FlowKey, backend: &Backend, id: u32) -> Option<&'static mut Flow> {
+    young(key, backend, id)?;
+    if ironlb_free_port() == 0 {
+        return None;
     }
-    None
+    let scratch = SCRATCH.get_ptr_mut(0)?;
+    // SAFETY: a slot of this CPU's own, and the reference that `young` gave is gone.
+    Some(unsafe { &mut (*scratch).flow })
 }
 
-/// Whether another flow of the client has a port towards the backend's pod port.
+/// Finds a port for the flow in [`SCRATCH`], which the packet there begins; 0 when there is none. A global function: the
+/// verifier walks all attempts once, and not on every way on which a flow begins. Keys are in [`SCRATCH`], too: its stack
+/// is what the engine leaves of 512 bytes.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn ironlb_free_port() -> u32 {
+    let Some(scratch) = SCRATCH.get_ptr_mut(0) else {
+        return 0;
+    };
+    // SAFETY: a slot of this CPU's own.
+    let scratch = unsafe { &mut *scratch };
+    // SAFETY: both are the map's.
+    unsafe { copy_words(&raw mut scratch.pod_port.addr, &raw const scratch.flow.addr) };
+    scratch.pod_port.port = scratch.flow.port;
+    scratch.pod_port.pad = 0;
+    // SAFETY: read only; a concurrent update costs one wrong answer at most.
+    let Some(ways) = (unsafe { POD_PORTS.get(&scratch.pod_port) }) else {
+        // Being taken away.
+        return 1;
+    };
+    for _ in 0..ATTEMPTS {
+        if !is_taken(scratch, ways) {
+            return 1;
+        }
+        // Any permutation does, as long as it is the same every time: a flow whose entry is lost finds its port again.
+        let port = scratch.flow.client_port;
+        scratch.flow.client_port = port.wrapping_mul(25_173).wrapping_add(13_849) | 0x8000;
+    }
+    0
+}
+
+/// Whether another flow of the client has the port of the one in [`SCRATCH`] towards its pod port.
 #[inline(always)]
-fn is_taken(key: &FlowKey, backend: &Backend, ways: &PodPort, port: u16) -> bool {
-    let reply = FlowKey::reply(key.client, port, backend.addr, backend.port);
+fn is_taken(scratch: &mut Scratch, ways: &PodPort) -> bool {
+    // A lone way is this flow's own. What a SYN leaves of a reply entry without a flow, the reply path finds at the pod's
+    // answer: see `is_lone`. Of flows by a way that is being taken away nothing is asked: they end within seconds.
+    if ways.count == 1 && scratch.tcp.flags & TCP_SYN != 0 {
+        return false;
+    }
+    let reply = &mut scratch.reply_key;
+    // SAFETY: all are addresses.
+    unsafe {
+        copy_words(&raw mut reply.client, &raw const scratch.key.client);
+        copy_words(&raw mut reply.addr, &raw const scratch.flow.addr);
+    }
+    reply.client_port = scratch.flow.client_port;
+    reply.port = scratch.flow.port;
+    reply.direction = REPLY;
+    reply.pad = [0; 3];
     // SAFETY: read once.
-    if let Some(entry) = unsafe { LIVING_REPLY.get(&reply) } {
-        let forward = FlowKey::forward(key.client, entry.client_port, entry.addr, entry.port);
+    if let Some(entry) = unsafe { LIVING_REPLY.get(&scratch.reply_key) } {
+        let (vip, port) = (&entry.addr, entry.port);
+        let (reply, other) = (&scratch.reply_key, &mut scratch.other_key);
+        set_forward(other, reply, entry.client_port, vip, port);
         // Its own forward entry is missing, or we would not be here.
-        if !is_same(&forward, key) && LIVING.get_ptr(&forward).is_some() {
+        if !is_own(scratch) && LIVING.get_ptr(&scratch.other_key).is_some() {
             return true;
         }
         // A reply entry alone belongs to no flow: it must neither stand in the way of this one's nor
         // answer for another VIP port.
-        let _ = LIVING_REPLY.remove(&reply);
+        let _ = LIVING_REPLY.remove(&scratch.reply_key);
     }
-    ways.count > 1 && is_used_elsewhere(key, backend, ways, port)
+    ways.count > 1 && is_used_elsewhere(scratch, ways)
 }
 
+/// Whether the packet's flow goes to the VIP port that is in `other_key`, from the port that is there.
 #[inline(always)]
-fn is_same(a: &FlowKey, b: &FlowKey) -> bool {
+fn is_own(scratch: &Scratch) -> bool {
+    let (a, b) = (&scratch.other_key, &scratch.key);
     a.client_port == b.client_port && a.port == b.port && a.addr == b.addr
 }
 
 #[inline(always)]
-fn is_used_elsewhere(key: &FlowKey, backend: &Backend, ways: &PodPort, port: u16) -> bool {
-    // SAFETY: a helper without arguments.
-    let now = unsafe { bpf_jiffies64() };
-    let second = u64::from(TICKS_PER_SECOND.load());
+fn is_used_elsewhere(scratch: &mut Scratch, ways: &PodPort) -> bool {
     for at in 0..=MAX_VIP_PORTS_PER_POD_PORT {
-        let Some(other) = way(key.client, ways, at, port, (backend.addr, backend.port)) else {
-            continue;
-        };
-        if is_same(&other, key) {
+        if !way(&scratch.reply_key, ways, at, &mut scratch.other_key) || is_own(scratch) {
             continue;
         }
+        let (other, pod) = (&scratch.other_key, &scratch.reply_key);
         // SAFETY: read only.
-        if let Some(flow) = unsafe { LIVING.get(&other) }
-            && leads_to(flow, &backend.addr, backend.port, port)
+        if let Some(flow) = unsafe { LIVING.get(other) }
+            && leads_to(flow, pod)
         {
             return true;
         }
         // SAFETY: read only.
-        if let Some(flow) = unsafe { YOUNG.get(&other) }
-            && leads_to(flow, &backend.addr, backend.port, port)
+        if let Some(flow) = unsafe { YOUNG.get(other) }
+            && leads_to(flow, pod)
         {
             let guard = if flow.state & FLOW_CLOSING != 0 {
                 CLOSING_GUARD
             } else {
                 YOUNG_GUARD
             };
-            if now.wrapping_sub(flow.last_seen) < guard * second {
+            // SAFETY: a helper without arguments.
+            let since = unsafe { bpf_jiffies64() }.wrapping_sub(flow.last_seen);
+            if since < guard * u64::from(TICKS_PER_SECOND.load()) {
                 return true;
             }
             // Too old to mean a connection, and it must not catch the new one's replies.
-            let _ = YOUNG.remove(&other);
+            let _ = YOUNG.remove(other);
         }
     }
     false
 }
 
-/// The key of the flow by which a client may have reached a pod port, its port there being `port`: one for each of the
-/// pod port's VIP ports, where the client's own port is the same, and last that of a translated flow.
+/// Makes `forward` the key of the flow by which the client of a reply key may have reached its pod port: one for each of the
+/// pod port's VIP ports, where the client's own port is the same, and last that of a translated flow. False where there is
+/// none.
 #[inline(always)]
-pub fn way(
-    client: Addr,
-    ways: &PodPort,
-    at: usize,
-    port: u16,
-    (addr, pod_port): (Addr, u16),
-) -> Option<FlowKey> {
+pub fn way(reply: &FlowKey, ways: &PodPort, at: usize, forward: &mut FlowKey) -> bool {
     if at < MAX_VIP_PORTS_PER_POD_PORT {
         if at as u32 >= ways.count {
-            return None;
+            return false;
         }
-        let vip_port = ways.vip_ports[at];
-        return Some(FlowKey::forward(client, port, vip_port.addr, vip_port.port));
+        let vip_port = &ways.vip_ports[at];
+        set_forward(
+            forward,
+            reply,
+            reply.client_port,
+            &vip_port.addr,
+            vip_port.port,
+        );
+        return true;
     }
     // SAFETY: read only.
-    let entry = unsafe { YOUNG.get(&FlowKey::reply(client, port, addr, pod_port)) }?;
-    Some(FlowKey::forward(
-        client,
-        entry.client_port,
-        entry.addr,
-        entry.port,
-    ))
+    let Some(entry) = (unsafe { YOUNG.get(reply) }) else {
+        return false;
+    };
+    set_forward(forward, reply, entry.client_port, &entry.addr, entry.port);
+    true
+}
+
+/// Makes `forward` the key of a flow of the client of a reply key.
+#[inline(always)]
+fn set_forward(forward: &mut FlowKey, reply: &FlowKey, client_port: u16, vip: &Addr, port: u16) {
+    // SAFETY: all are addresses.
+    unsafe {
+        copy_words(&raw mut forward.client, &raw const reply.client);
+        copy_words(&raw mut forward.addr, vip);
+    }
+    forward.client_port = client_port;
+    forward.port = port;
+    forward.direction = FORWARD;
+    forward.pad = [0; 3];
+}
+
+/// Whether a living reply entry has lost its flow. It is removed then: it would hide from the reply path that a new flow of
+/// the same client port has begun, which would stay young for ever.
+#[inline(always)]
+pub fn is_lone(reply: &FlowKey, entry: &Flow) -> bool {
+    let Some(scratch) = SCRATCH.get_ptr_mut(0) else {
+        return false;
+    };
+    // SAFETY: a slot of this CPU's own.
+    let forward = unsafe { &mut (*scratch).other_key };
+    set_forward(forward, reply, entry.client_port, &entry.addr, entry.port);
+    if LIVING.get_ptr(&*forward).is_some() {
+        return false;
+    }
+    let _ = LIVING_REPLY.remove(reply);
+    true
 }
 
 /// Keeps what a translated flow's replies are found by, while it is young.

@@ -151,6 +151,12 @@ pub struct Scratch {
     pub reply: Flow,
     /// Its key.
     pub reply_key: FlowKey,
+    /// The key of another flow, with which it may share its pod port.
+    pub other_key: FlowKey,
+    /// That pod port.
+    pub pod_port: ServiceKey,
+    /// Zero.
+    pub pad: u32,
     /// 1 where a flow that ends becomes a closing one.
     pub closes: u64,
     /// What is told of it: too large for the stack.

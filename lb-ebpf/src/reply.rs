@@ -18,8 +18,8 @@ use crate::{
     hook::{Hook, Tc, find_transport},
     icmp,
     maps::{
-        CONTROL, DIRECT, LIVING, LIVING_REPLY, POD_PORTS, SERVICES, SHUNNED, TICKS_PER_SECOND,
-        UPLINK, UPLINKS, YOUNG, count_out, keep,
+        CONTROL, DIRECT, LIVING, LIVING_REPLY, POD_PORTS, SCRATCH, SERVICES, SHUNNED,
+        TICKS_PER_SECOND, UPLINK, UPLINKS, YOUNG, count_out, keep,
     },
     peers,
 };
@@ -69,11 +69,13 @@ pub fn reply(hook: &mut Tc) -> Verdict {
     };
     let (ip, tcp, key) = (&kept.ip, &kept.tcp, &kept.key);
     // SAFETY: the value is this map's; concurrent writers keep every field a valid integer.
-    let Some(entry) = LIVING_REPLY
+    let entry = match LIVING_REPLY
         .get_ptr_mut(key)
         .map(|entry| unsafe { &mut *entry })
-    else {
-        return second_look(hook, ip, tcp, key);
+    {
+        // A young flow has no such entry.
+        Some(entry) if tcp.flags & TCP_SYN == 0 || !flows::is_lone(key, entry) => entry,
+        _ => return second_look(hook, ip, tcp, key),
     };
     let bytes = frame_length(ip);
     // SAFETY: a helper without arguments.
@@ -132,52 +134,57 @@ fn second_look(hook: &mut Tc, ip: &Ip, tcp: &TcpFields, key: &FlowKey) -> Verdic
     let Some(pod_port) = (unsafe { POD_PORTS.get(&ServiceKey::new(key.addr, key.port)) }) else {
         return Verdict::Passed;
     };
+    let Some(scratch) = SCRATCH.get_ptr_mut(0) else {
+        return Verdict::Passed;
+    };
+    // SAFETY: a slot of this CPU's own, of which nothing else writes this until the run's end.
+    let forward = unsafe { &mut (*scratch).other_key };
     let bytes = frame_length(ip);
     for at in 0..=MAX_VIP_PORTS_PER_POD_PORT {
-        let pod = (key.addr, key.port);
-        let Some(forward) = flows::way(key.client, pod_port, at, key.client_port, pod) else {
+        if !flows::way(key, pod_port, at, forward) {
             continue;
-        };
+        }
+        let forward = &*forward;
         if let Some(flow) = LIVING
-            .get_ptr_mut(&forward)
+            .get_ptr_mut(forward)
             // SAFETY: the value is this map's.
             .map(|flow| unsafe { &mut *flow })
-            && flows::leads_to(flow, &key.addr, key.port, key.client_port)
+            && flows::leads_to(flow, key)
         {
-            let _ = LIVING_REPLY.insert(key, &flows::reply_entry(&forward, flow), 0);
+            let _ = LIVING_REPLY.insert(key, &flows::reply_entry(forward, flow), 0);
             // Closed meanwhile on another processor: a reply entry alone would stay for ever.
-            if LIVING.get_ptr(&forward).is_none() {
+            if LIVING.get_ptr(forward).is_none() {
                 let _ = LIVING_REPLY.remove(key);
             }
             let verdict = Verdict::RepliedRestored;
-            let verdict = restore(hook, ip, tcp, &forward, flow, bytes, verdict);
+            let verdict = restore(hook, ip, tcp, forward, flow, bytes, verdict);
             if tcp.flags & (TCP_FIN | TCP_RST) != 0 {
-                end(&forward, tcp.flags);
+                end(forward, tcp.flags);
             }
             return verdict;
         }
         if let Some(flow) = YOUNG
-            .get_ptr_mut(&forward)
+            .get_ptr_mut(forward)
             // SAFETY: the value is this map's.
             .map(|flow| unsafe { &mut *flow })
-            && flows::leads_to(flow, &key.addr, key.port, key.client_port)
+            && flows::leads_to(flow, key)
         {
             if tcp.flags & TCP_RST != 0
                 && flow.state & FLOW_MISS != 0
                 && peers::may_have(forward.addr, forward.port)
             {
                 // The pod does not know the flow, but a peer may.
-                let _ = YOUNG.remove(&forward);
+                let _ = YOUNG.remove(forward);
                 return Verdict::DroppedSettling;
             }
-            if tcp.flags & TCP_RST != 0 && spare(&forward, flow) {
+            if tcp.flags & TCP_RST != 0 && spare(forward, flow) {
                 return Verdict::DroppedFirstReset;
             }
-            if !grow(&forward, flow, tcp.flags) {
+            if !grow(forward, flow, tcp.flags) {
                 return Verdict::DroppedTableFull;
             }
             let verdict = Verdict::RepliedYoung;
-            return restore(hook, ip, tcp, &forward, flow, bytes, verdict);
+            return restore(hook, ip, tcp, forward, flow, bytes, verdict);
         }
     }
     // SAFETY: read only.

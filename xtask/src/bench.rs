@@ -24,6 +24,9 @@ pub struct Options {
     /// second node on the way costs.
     #[arg(long, conflicts_with = "cluster")]
     failover: bool,
+    /// Only packets by themselves: a minute.
+    #[arg(long, conflicts_with_all = ["cluster", "failover"])]
+    packets: bool,
 }
 
 /// Runs the bench, which is a binary of the laboratory's crate.
@@ -36,6 +39,7 @@ pub fn run(options: Options) -> Result<()> {
         quick,
         cluster,
         failover,
+        packets,
     } = options;
     let mut arguments = Vec::new();
     if cluster {
@@ -45,7 +49,10 @@ pub fn run(options: Options) -> Result<()> {
     if failover {
         arguments.push("--failover".to_owned());
     }
-    if !cluster && !failover {
+    if packets {
+        arguments.push("--packets".to_owned());
+    }
+    if !cluster && !failover && !packets {
         let shipped = image::binary(Arch::own()?)?;
         arguments.extend(["--shipped".to_owned(), shipped.display().to_string()]);
     }

@@ -1011,6 +1011,50 @@ fn a_reply_entry_without_its_flow_stands_in_nobodys_way() {
 }
 
 #[test]
+fn a_reply_entry_without_its_flow_does_not_keep_the_next_one_of_its_port_young() {
+    // One VIP port leads to the pod port, or several.
+    for (name, port) in FORWARD
+        .iter()
+        .flat_map(|name| [(*name, API), (*name, INSTANCE)])
+    {
+        let mut engine = engine();
+        let pod = establish(&mut engine, name, port);
+        let reply = FlowKey::reply(Addr::from(CLIENT), PORT, Addr::from(pod.0), pod.1);
+        // With the young entry that comes to light, and without one.
+        for evicted in [false, true] {
+            let key = forward_key(port);
+            engine.lose_flow(map::LIVING, &key).expect("was there");
+            if evicted {
+                engine.lose_flow(map::YOUNG, &key).expect("was there");
+            }
+            let syn = to_vip(port, TCP_SYN);
+            let verdict = if evicted {
+                Verdict::ForwardedNew
+            } else {
+                Verdict::Forwarded
+            };
+            run(&mut engine, name, &syn, verdict);
+            let syn_ack = tcp(pod, (CLIENT, PORT), TCP_SYN | TCP_ACK, b"");
+            let answer = run(
+                &mut engine,
+                program::EGRESS,
+                &syn_ack,
+                Verdict::RepliedYoung,
+            );
+            assert_eq!(ends(&answer.frame).0, (VIP, port));
+            let left = engine.flow(map::LIVING_REPLY, &reply).expect("reads");
+            assert!(left.is_none(), "it would hide the flow");
+            let data = tcp(pod, (CLIENT, PORT), TCP_ACK, b"x");
+            run(&mut engine, program::EGRESS, &data, Verdict::RepliedYoung);
+            assert!(living(&mut engine, port).is_some());
+            // A SYN-ACK that the pod sends again takes nothing from a flow that lives.
+            run(&mut engine, program::EGRESS, &syn_ack, Verdict::Replied);
+            run(&mut engine, program::EGRESS, &data, Verdict::Replied);
+        }
+    }
+}
+
+#[test]
 fn a_flow_whose_young_entry_was_evicted_guards_its_port_like_any_other() {
     for evicted in [false, true] {
         let mut engine = engine();

@@ -227,6 +227,18 @@ fn a_flow_that_sits_elsewhere_than_the_hash_says_goes_where_its_node_has_told() 
             &to_vip(API, TCP_SYN),
             Verdict::ForwardedNew,
         );
+        // What is left of it where peers are no longer known leads nowhere.
+        let alone = |control: &mut Control| control.peers = 0;
+        engine.change_control(alone).expect("writes");
+        engine
+            .lose_flow(map::YOUNG, &forward_key(API))
+            .expect("was there");
+        run(
+            &mut engine,
+            name,
+            &to_vip(API, TCP_ACK),
+            Verdict::ForwardedMiss,
+        );
     }
 }
 

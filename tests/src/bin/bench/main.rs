@@ -13,12 +13,12 @@ mod packets;
 mod statistics;
 mod traffic;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
 use clap::Parser;
-use serde_json::json;
+use serde_json::{Value, json};
 
 #[derive(Parser)]
 struct Options {
@@ -34,6 +34,9 @@ struct Options {
     /// Instead: what clients notice of a failover between three nodes, and what a second node costs.
     #[arg(long, conflicts_with = "cluster")]
     failover: bool,
+    /// Only packets by themselves.
+    #[arg(long, conflicts_with_all = ["cluster", "failover"])]
+    packets: bool,
     /// The binary that is shipped, whose control plane is measured; without it, the laboratory's.
     #[arg(long, value_name = "FILE")]
     shipped: Option<PathBuf>,
@@ -55,6 +58,7 @@ fn measure(options: Options) -> Result<()> {
         quick,
         cluster,
         failover,
+        packets,
         shipped,
     } = options;
     println!(
@@ -77,6 +81,10 @@ fn measure(options: Options) -> Result<()> {
         json!({"failover": seen, "ratio_to_routing": {"second_node": ratios}})
     } else {
         let (per_packet, instructions) = packets::measure(if quick { 5 } else { 15 })?;
+        if packets {
+            let all = json!({"per_packet_ns": per_packet, "instructions": instructions});
+            return write(file.as_deref(), &all);
+        }
         let ratios = traffic::measure(traffic::Path::OneNode, if quick { 5 } else { 20 })?;
         let binary = match &shipped {
             Some(binary) => binary,
@@ -90,8 +98,13 @@ fn measure(options: Options) -> Result<()> {
             "control": control,
         })
     };
+    write(file.as_deref(), &all)
+}
+
+/// Writes the figures to the file that is to have them.
+fn write(file: Option<&Path>, figures: &Value) -> Result<()> {
     if let Some(file) = file {
-        std::fs::write(&file, format!("{all:#}\n"))
+        std::fs::write(file, format!("{figures:#}\n"))
             .with_context(|| format!("write {}", file.display()))?;
         println!("\nfigures are in {}", file.display());
     }
