@@ -202,6 +202,7 @@ fn living<H: Hook>(
     note_client(tcp, flow, bytes);
     if comes_otherwise(hook, flow) {
         note_way(hook, flow, peers::has_handed_on(hook, ip));
+        flows::turn_replies(key, flow);
     }
     count_in(flow.service, backend_index(flow.backend), bytes, false);
     if tcp.flags & TCP_FIN != 0 {

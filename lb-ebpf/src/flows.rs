@@ -424,6 +424,24 @@ pub fn is_lone(reply: &FlowKey, entry: &Flow) -> bool {
     true
 }
 
+/// Lets a living flow's replies leave by the way that the client's packets come by now.
+#[inline(always)]
+pub fn turn_replies(key: &FlowKey, flow: &Flow) {
+    let Some(scratch) = SCRATCH.get_ptr_mut(0) else {
+        return;
+    };
+    // SAFETY: a slot of this CPU's own. Not on the stack: it is full.
+    let reply = unsafe { &mut (*scratch).reply_key };
+    *reply = reply_key(key, flow);
+    if let Some(entry) = LIVING_REPLY.get_ptr_mut(&*reply) {
+        // SAFETY: fields of the map's value.
+        unsafe {
+            (*entry).last_hop = flow.last_hop;
+            (*entry).uplink = flow.uplink;
+        }
+    }
+}
+
 /// Keeps what a translated flow's replies are found by, while it is young.
 #[inline(always)]
 pub fn keep_translated(key: &FlowKey, flow: &Flow) {

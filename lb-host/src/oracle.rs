@@ -491,6 +491,7 @@ pub fn check_pairs(engine: &Engine) {
             (entry.addr, entry.port, entry.client_port, entry.backend),
             (key.addr, key.port, key.client_port, flow.backend)
         );
+        assert_eq!((entry.uplink, entry.last_hop), (flow.uplink, flow.last_hop));
     }
     assert!(replies.is_empty(), "{} reply entries alone", replies.len());
 }

@@ -198,6 +198,11 @@ fn a_flow_that_was_handed_on_lives_here_and_knows_the_way() {
         run(&mut engine, name, &to_vip(API, TCP_ACK), Verdict::Forwarded);
         let flow = living(&mut engine, API).expect("living");
         assert_eq!((flow.uplink, flow.last_hop), (0, CLIENT_MAC));
+        // Replies leave by the new way, too.
+        let reply = FlowKey::reply(CLIENT.into(), PORT, flow.addr, flow.port);
+        let entry = engine.flow(map::LIVING_REPLY, &reply).expect("reads");
+        let entry = entry.expect("of a living flow");
+        assert_eq!((entry.uplink, entry.last_hop), (0, CLIENT_MAC));
     }
 }
 
