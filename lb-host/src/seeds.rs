@@ -228,6 +228,18 @@ fn trio(is_v6: bool) -> (IpAddr, IpAddr, IpAddr) {
     }
 }
 
+/// The beginning of a download from the instance: the flow is living then.
+fn begun(client: (IpAddr, u16), vip: IpAddr, pod: (IpAddr, u16)) -> Frames {
+    let there = |flags, payload: &[u8]| (false, tcp(client, (vip, INSTANCE), flags, payload));
+    let back = |flags, payload: &[u8]| (true, tcp(pod, client, flags, payload));
+    vec![
+        there(TCP_SYN, b""),
+        back(TCP_SYN | TCP_ACK, b""),
+        there(TCP_ACK, b"GET / HTTP/1.1\r\n\r\n"),
+        back(TCP_ACK, b"HTTP/1.1 200 OK\r\n\r\n"),
+    ]
+}
+
 /// The frames of dialogues by a name.
 fn plain() -> Vec<(String, Frames)> {
     let mut all = Vec::new();
@@ -238,14 +250,7 @@ fn plain() -> Vec<(String, Frames)> {
         let there = |port, flags, payload: &[u8]| (false, tcp(client, (vip, port), flags, payload));
         let back = |flags, payload: &[u8]| (true, tcp(pod, client, flags, payload));
         let mut add = |name: &str, frames| all.push((format!("{name}-v{version}"), frames));
-        let begin = || {
-            vec![
-                there(INSTANCE, TCP_SYN, b""),
-                back(TCP_SYN | TCP_ACK, b""),
-                there(INSTANCE, TCP_ACK, b"GET / HTTP/1.1\r\n\r\n"),
-                back(TCP_ACK, b"HTTP/1.1 200 OK\r\n\r\n"),
-            ]
-        };
+        let begin = || begun(client, vip, pod);
         let then = |more: Vec<_>| [begin(), more].concat();
         let fins = vec![
             back(TCP_FIN | TCP_ACK, b""),
@@ -462,14 +467,7 @@ fn turned() -> Vec<(String, Vec<Next>)> {
             let frame = tcp(client, (vip, port), flags, b"");
             Frame((false, from_peer(frame)))
         };
-        let begin = || {
-            vec![
-                there(INSTANCE, TCP_SYN, b""),
-                back(TCP_SYN | TCP_ACK, b""),
-                there(INSTANCE, TCP_ACK, b"GET / HTTP/1.1\r\n\r\n"),
-                back(TCP_ACK, b"HTTP/1.1 200 OK\r\n\r\n"),
-            ]
-        };
+        let begin = || begun(client, vip, pod).into_iter().map(Frame).collect();
         let by_peer = || {
             vec![
                 handed_on(INSTANCE, TCP_SYN),

@@ -219,74 +219,54 @@ impl Maps {
         Ok(Rows { version, ..rows })
     }
 
-    /// Does the first write and those after it that one system call can do with it. Returns how many are done, of which
-    /// the last may have failed.
-    pub(super) fn execute_run(&mut self, writes: &[Write]) -> (usize, Result<(), DataplaneError>) {
+    /// Does the first write and those after it that one system call can do with it. Returns how many are done.
+    pub(super) fn execute(&mut self, writes: &[Write]) -> (usize, Result<(), DataplaneError>) {
         let bulk = &self.bulk;
-        let run = match writes {
-            [Write::Backend(..), Write::Backend(..), ..] => {
-                run(&bulk.backends, map::BACKENDS, writes, |write| match write {
+        let (name, done) = match &writes[0] {
+            Write::BackendInfo(..) => {
+                return run(
+                    &bulk.backend_info,
+                    map::BACKEND_INFO,
+                    writes,
+                    |write| match write {
+                        Write::BackendInfo(index, row) => Some((u32::from(*index), **row)),
+                        _ => None,
+                    },
+                );
+            }
+            Write::Backend(..) => {
+                return run(&bulk.backends, map::BACKENDS, writes, |write| match write {
                     Write::Backend(index, row) => Some((u32::from(*index), *row)),
                     _ => None,
-                })
+                });
             }
-            [Write::BackendInfo(..), Write::BackendInfo(..), ..] => run(
-                &bulk.backend_info,
-                map::BACKEND_INFO,
-                writes,
-                |write| match write {
-                    Write::BackendInfo(index, row) => Some((u32::from(*index), **row)),
-                    _ => None,
-                },
-            ),
-            [Write::Pod(..), Write::Pod(..), ..] => {
-                run(&bulk.pods, map::PODS, writes, |write| match write {
+            Write::Pod(..) => {
+                return run(&bulk.pods, map::PODS, writes, |write| match write {
                     Write::Pod(addr, row) => Some((*addr, *row)),
                     _ => None,
-                })
+                });
             }
-            [Write::PodPort(..), Write::PodPort(..), ..] => run(
-                &bulk.pod_ports,
-                map::POD_PORTS,
-                writes,
-                |write| match write {
-                    Write::PodPort(key, row) => Some((*key, **row)),
-                    _ => None,
-                },
-            ),
-            _ => None,
-        };
-        match run {
-            Some(done) => done,
-            None => match self.execute(&writes[0]) {
-                Ok(()) => (1, Ok(())),
-                Err(error) => (0, Err(error)),
-            },
-        }
-    }
-
-    /// Does one write.
-    pub(super) fn execute(&mut self, write: &Write) -> Result<(), DataplaneError> {
-        let (name, done) = match write {
+            Write::PodPort(..) => {
+                return run(
+                    &bulk.pod_ports,
+                    map::POD_PORTS,
+                    writes,
+                    |write| match write {
+                        Write::PodPort(key, row) => Some((*key, **row)),
+                        _ => None,
+                    },
+                );
+            }
             Write::Uplink(slot, row) => (map::UPLINKS, self.uplinks.set(*slot, **row, 0)),
             Write::Control(row) => (map::CONTROL, self.control.set(0, **row, 0)),
             Write::PortInfo(id, row) => {
                 (map::PORT_INFO, self.port_info.set((*id).into(), **row, 0))
             }
             Write::ResetPortStats(id) => (map::PORT_STATS, reset(&mut self.port_stats, *id)),
-            Write::BackendInfo(index, row) => (
-                map::BACKEND_INFO,
-                self.backend_info.set((*index).into(), **row, 0),
-            ),
             Write::ResetBackendStats(index) => {
                 (map::BACKEND_STATS, reset(&mut self.backend_stats, *index))
             }
-            Write::Backend(index, row) => {
-                (map::BACKENDS, self.backends.set((*index).into(), row, 0))
-            }
-            Write::Pod(addr, row) => (map::PODS, self.pods.insert(addr, row, 0)),
             Write::RemovePod(addr) => (map::PODS, self.pods.remove(addr)),
-            Write::PodPort(key, row) => (map::POD_PORTS, self.pod_ports.insert(key, **row, 0)),
             Write::RemovePodPort(key) => (map::POD_PORTS, self.pod_ports.remove(key)),
             Write::Service(key, row) => (map::SERVICES, self.services.insert(key, **row, 0)),
             Write::RemoveService(key) => (map::SERVICES, self.services.remove(key)),
@@ -308,7 +288,10 @@ impl Maps {
                 (map::PEER_STATS, reset(&mut self.peer_stats, *number as u16))
             }
         };
-        done.map_err(|source| DataplaneError::map("write", name, source))
+        match done {
+            Ok(()) => (1, Ok(())),
+            Err(source) => (0, Err(DataplaneError::map("write", name, source))),
+        }
     }
 }
 
@@ -318,15 +301,15 @@ fn run<K: aya::Pod, V: aya::Pod>(
     name: &'static str,
     writes: &[Write],
     entry: impl Fn(&Write) -> Option<(K, V)>,
-) -> Option<(usize, Result<(), DataplaneError>)> {
+) -> (usize, Result<(), DataplaneError>) {
     let entries: Vec<(K, V)> = writes.iter().map_while(entry).collect();
-    Some(match batch::update(map, &entries) {
+    match batch::update(map, &entries) {
         Ok(()) => (entries.len(), Ok(())),
         Err((written, source)) => (
             written,
             Err(DataplaneError::map("write", name, source.into())),
         ),
-    })
+    }
 }
 
 fn reset(stats: &mut PerCpuArray<MapData, Traffic>, index: u16) -> Result<(), MapError> {

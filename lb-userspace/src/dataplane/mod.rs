@@ -245,15 +245,13 @@ impl Held {
     }
 
     fn write(&mut self, write: &Write) -> Result<(), DataplaneError> {
-        self.maps.execute(write)?;
-        self.rows.record(write);
-        Ok(())
+        self.write_all(std::slice::from_ref(write))
     }
 
     /// In their order. What is written before an error is recorded.
     fn write_all(&mut self, mut writes: &[Write]) -> Result<(), DataplaneError> {
         while !writes.is_empty() {
-            let (count, done) = self.maps.execute_run(writes);
+            let (count, done) = self.maps.execute(writes);
             let (written, rest) = writes.split_at(count);
             written.iter().for_each(|write| self.rows.record(write));
             done?;

@@ -47,17 +47,23 @@ pub fn answer(tables: &TableSet, address: IpAddr) -> Option<InstanceAnswer> {
             here.map(move |backend| (place, row, backend))
         })
     };
-    let services = gather(places().filter(|(.., backend)| backend.address == address));
-    let own: BTreeSet<_> = places()
+    let own: Vec<Place<'_>> = places()
         .filter(|(.., backend)| backend.address == address)
+        .collect();
+    if own.is_empty() {
+        return None;
+    }
+    let identities: BTreeSet<_> = own
+        .iter()
         .map(|(_, row, backend)| identity(row, backend))
         .collect();
     let other_version = gather(places().filter(|(_, row, backend)| {
-        backend.address.is_ipv4() != address.is_ipv4() && own.contains(&identity(row, backend))
+        backend.address.is_ipv4() != address.is_ipv4()
+            && identities.contains(&identity(row, backend))
     }));
-    (!services.is_empty()).then_some(InstanceAnswer {
+    Some(InstanceAnswer {
         address,
-        services,
+        services: gather(own.into_iter()),
         other_version,
     })
 }

@@ -157,11 +157,7 @@ fn on_this_processor(rounds: u32) -> Result<(Value, Value)> {
         let wrapper = kind.wrapper();
         bench.run(wrapper, &target, &buffer)?;
         let before = engine.verdicts()?[kind.verdict as usize];
-        let mut costs = Vec::new();
-        for _ in 0..rounds {
-            let trivial = bench.run_trivial(wrapper, &buffer)?;
-            costs.push(bench.run(wrapper, &target, &buffer)? - trivial);
-        }
+        let cost = bench.cost(wrapper, &target, &buffer, rounds)?;
         let ended = engine.verdicts()?[kind.verdict as usize] - before;
         ensure!(
             ended == u64::from(rounds) * u64::from(RUNS),
@@ -170,7 +166,6 @@ fn on_this_processor(rounds: u32) -> Result<(Value, Value)> {
             u64::from(rounds) * u64::from(RUNS),
             kind.verdict.name()
         );
-        let cost = median(costs);
         json.insert(kind.name.to_owned(), json!(cost));
         table.add_row([
             kind.what.to_owned(),
@@ -184,12 +179,7 @@ fn on_this_processor(rounds: u32) -> Result<(Value, Value)> {
     let insert = bench.insert.try_clone()?;
     let buffer = KINDS[NEW_FLOW].buffer()?;
     bench.run("bench_wrap", &insert, &buffer)?;
-    let mut costs = Vec::new();
-    for _ in 0..rounds {
-        let trivial = bench.run_trivial("bench_wrap", &buffer)?;
-        costs.push(bench.run("bench_wrap", &insert, &buffer)? - trivial);
-    }
-    let cost = median(costs);
+    let cost = bench.cost("bench_wrap", &insert, &buffer, rounds)?;
     json.insert("lru_insert".to_owned(), json!(cost));
     let what = "an insert into a full LRU by itself, one of which is in each new flow";
     table.add_row([what, &format!("{cost:.0}")]);
@@ -347,6 +337,22 @@ impl Bench {
             trivial,
             insert,
         })
+    }
+
+    /// Nanoseconds of a target, net of the trivial program: the median of interleaved rounds.
+    fn cost(
+        &mut self,
+        wrapper: &str,
+        target: &ProgramFd,
+        buffer: &[u8],
+        rounds: u32,
+    ) -> Result<f64> {
+        let mut costs = Vec::new();
+        for _ in 0..rounds {
+            let trivial = self.run_trivial(wrapper, buffer)?;
+            costs.push(self.run(wrapper, target, buffer)? - trivial);
+        }
+        Ok(median(costs))
     }
 
     /// Nanoseconds a run of a wrapper with a target.
