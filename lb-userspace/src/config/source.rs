@@ -262,6 +262,7 @@ impl Watch {
             if *self.signs.borrow_and_update() == before {
                 return;
             }
+            self.signs.mark_changed();
         }
     }
 }
@@ -330,6 +331,31 @@ mod tests {
         assert_eq!(
             vip(source.news().expect("good")).as_deref(),
             Some("172.22.0.4")
+        );
+    }
+
+    /// The agent waits for other things, too, and begins to wait anew when one of them comes.
+    #[tokio::test]
+    async fn a_change_is_not_lost_when_the_wait_for_quiet_ends_early() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("lb.yaml");
+        fs::write(&path, file("172.22.0.2")).expect("write");
+        let (mut source, _) = FileSource::open(path.clone(), parse).await.expect("good");
+        quiet(&mut source).await;
+
+        fs::write(folder.path().join("other"), "").expect("write");
+        // Within the first quiet time, which therefore is none; the wait ends within the second.
+        let early = tokio::time::timeout(SETTLE * 3 / 2, source.changed());
+        let later = async {
+            tokio::time::sleep(SETTLE / 2).await;
+            fs::write(&path, file("172.22.0.3")).expect("write");
+        };
+        let (early, ()) = tokio::join!(early, later);
+        assert!(early.is_err(), "told before all was quiet");
+        change(&mut source).await;
+        assert_eq!(
+            vip(source.news().expect("good")).as_deref(),
+            Some("172.22.0.3")
         );
     }
 
