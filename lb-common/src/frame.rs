@@ -8,6 +8,12 @@ pub trait Frame {
 
     /// VLAN tag (TCI, host order) that the hook keeps beside the bytes, if any.
     fn stripped_tag(&self) -> Option<u16>;
+
+    /// Length of what begins at `network` where the hook has a packet that is longer than its header can say, which says 0
+    /// (BIG TCP: Linux 5.19 over IPv6, commit 0fe79f28bfaf; 6.3 over IPv4, commit b1a78b9b9886); 0 for all others.
+    fn length_beyond_header(&self, _network: usize) -> u32 {
+        0
+    }
 }
 
 /// Reads a value through a pointer that [`Frame::at`] gave.

@@ -8,8 +8,8 @@
 
 use core::mem::{offset_of, size_of};
 
-/// Version of everything in this module; part of the pin path (`…/v6/`).
-pub const LAYOUT_VERSION: u32 = 6;
+/// Version of everything in this module; part of the pin path (`…/v7/`).
+pub const LAYOUT_VERSION: u32 = 7;
 
 /// How many uplinks (attachments) one agent manages at most.
 pub const MAX_UPLINKS: u32 = 16;
@@ -27,7 +27,7 @@ pub const MAX_VIP_PORTS_PER_POD_PORT: usize = 8;
 pub const MAX_PASS: usize = 8;
 /// How many UDP source ports an uplink lets through to pods (`bypass_udp`).
 pub const MAX_BYPASS_UDP: usize = 8;
-/// Living flows by default. Preallocated: 128 k take about 35 MiB for both directions.
+/// Living flows by default. Preallocated: 128 k take 40 MiB for both directions.
 pub const DEFAULT_LIVING_FLOWS: u32 = 131_072;
 /// Young and closing flows by default (LRU).
 pub const DEFAULT_YOUNG_FLOWS: u32 = 65_536;
@@ -607,10 +607,11 @@ pub struct Flow {
     pub client_fin: u8,
     /// Forward: 1 once the pod's FIN was seen. Written by the reply path alone.
     pub pod_fin: u8,
-    /// When the flow began: `CLOCK_BOOTTIME` nanoseconds.
-    pub started: u64,
-    /// Last packet of this direction (while a closing entry: when it closed), in `jiffies_64`.
-    pub last_seen: u64,
+    /// When the flow began: the lower half of `jiffies_64`. It is looked at as a difference from now, so that it may wrap; what is
+    /// older than 49 days (with 1,000 ticks a second) looks younger.
+    pub started: u32,
+    /// Last packet of this direction (while a closing entry: when it closed), likewise.
+    pub last_seen: u32,
     /// Bytes of this direction, frames with their link-layer header.
     pub bytes: u64,
     /// MAC that the client's packets come from.
@@ -852,7 +853,7 @@ sizes! {
     PodPort = 168,
     Pod = 4,
     FlowKey = 40,
-    Flow = 64,
+    Flow = 56,
     Traffic = 40,
     PortInfo = 216,
     BackendInfo = 192,
@@ -879,7 +880,7 @@ const _: () = {
     assert!(offset_of!(FlowKey, client_port) == 32);
     assert!(offset_of!(Flow, backend) == 20);
     assert!(offset_of!(Flow, started) == 32);
-    assert!(offset_of!(Flow, last_hop) == 56);
+    assert!(offset_of!(Flow, last_hop) == 48);
     assert!(offset_of!(Control, agent_pid) == 36);
     assert!(offset_of!(Control, settle_until) == 88);
     assert!(offset_of!(Peer, addrs) == 8);

@@ -367,6 +367,12 @@ impl Ip {
         self.length.wrapping_sub(self.header_length() as u32)
     }
 
+    /// Whether so many bytes behind the headers belong to the packet, by its own account.
+    #[inline(always)]
+    pub fn reaches(&self, bytes: usize) -> bool {
+        self.length as usize >= self.header_length() + bytes
+    }
+
     /// Whether this is IPv6.
     #[inline(always)]
     pub fn is_v6(&self) -> bool {
@@ -437,7 +443,10 @@ pub fn ipv4(frame: &impl Frame, offset: usize) -> Option<Ip> {
     let header = frame.at::<Ipv4Header>(offset)?;
     let version_length = field!(header, version_length);
     let header_length = u32::from(version_length & 0xf) * 4;
-    let total_length = u32::from(u16::from_be(field!(header, total_length)));
+    let mut total_length = u32::from(u16::from_be(field!(header, total_length)));
+    if total_length == 0 {
+        total_length = frame.length_beyond_header(offset);
+    }
     let fragment = u16::from_be(field!(header, fragment));
     let mut flags = 0;
     if fragment & FRAGMENT_MASK != 0 {
@@ -469,13 +478,17 @@ pub fn ipv4(frame: &impl Frame, offset: usize) -> Option<Ip> {
 pub fn ipv6(frame: &impl Frame, offset: usize) -> Option<Ip> {
     let header = frame.at::<Ipv6Header>(offset)?;
     let is_six = u32::from_be(field!(header, version_class_flow)) >> 28 == 6;
+    let payload_length = u32::from(u16::from_be(field!(header, payload_length)));
+    let mut length = size_of::<Ipv6Header>() as u32 + payload_length;
+    if payload_length == 0 {
+        length = length.max(frame.length_beyond_header(offset));
+    }
     Some(Ip {
         source: Addr::from_words(field!(header, source)),
         destination: Addr::from_words(field!(header, destination)),
         offset: offset as u32,
         transport: offset as u32 + size_of::<Ipv6Header>() as u32,
-        length: size_of::<Ipv6Header>() as u32
-            + u32::from(u16::from_be(field!(header, payload_length))),
+        length,
         protocol: field!(header, next_header),
         flags: if is_six {
             IP_V6 | IP_WELL_FORMED
@@ -550,10 +563,7 @@ pub struct Tcp {
 pub fn tcp(frame: &impl Frame, ip: &Ip) -> Option<Tcp> {
     let header = frame.at::<TcpHeader>(ip.transport())?;
     let header_length = usize::from(field!(header, data_offset) >> 4) * 4;
-    let needed = ip.header_length() + header_length;
-    if !ip.is_well_formed()
-        || header_length < size_of::<TcpHeader>()
-        || (ip.length as usize) < needed
+    if !ip.is_well_formed() || header_length < size_of::<TcpHeader>() || !ip.reaches(header_length)
     {
         return None;
     }

@@ -1,9 +1,6 @@
 //! The forward path: client to VIP, to a pod of this node.
 
-use aya_ebpf::{
-    btf_maps::lpm_trie::Key,
-    helpers::{bpf_jiffies64, bpf_ktime_get_boot_ns},
-};
+use aya_ebpf::{btf_maps::lpm_trie::Key, helpers::bpf_jiffies64};
 use core::sync::atomic::{Ordering, compiler_fence};
 use lb_common::{
     Addr, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, FLOW_ANSWERED, FLOW_CLAIMED, FLOW_CLOSING,
@@ -25,7 +22,7 @@ use crate::{
     icmp,
     maps::{
         BACKENDS, CONTROL, DIRECT, LIVING, PODS, SCRATCH, SERVICES, SHUNNED, SOURCES,
-        TICKS_PER_SECOND, UPLINK, UPLINKS, VIPS, YOUNG, count_in, keep,
+        TICKS_PER_SECOND, UPLINK, UPLINKS, VIPS, YOUNG, count_in, keep, ticks,
     },
     neighbor, peers, refuse,
 };
@@ -92,16 +89,18 @@ pub fn forward<H: Hook>(hook: &mut H) -> Verdict {
     }
 }
 
-/// Whether an IPv4 packet goes to an address that nothing here is about: most of what arrives. Told by one word, before the
+/// Whether an IPv4 packet goes to an address that nothing here is about: most of what arrives. Told by its addresses, before the
 /// rest of the header is read.
 #[inline(always)]
 fn is_foreign<H: Hook>(hook: &H, uplink: &Uplink, network: usize) -> bool {
     let Some(header) = hook.at::<Ipv4Header>(network) else {
         return true;
     };
-    let destination = field!(header, destination);
+    let (source, destination) = (field!(header, source), field!(header, destination));
+    let prober = u32::from_ne_bytes(PROBE_SOURCE);
     !uplink.vip_filter.may_contain(destination)
-        && destination != u32::from_ne_bytes(PROBE_SOURCE)
+        && source != prober
+        && destination != prober
         && !CONTROL
             .get(0)
             .is_some_and(|control| control.pod_filter.may_contain(destination))
@@ -257,8 +256,7 @@ fn young<H: Hook>(
         }
         if new {
             // The client uses its port again.
-            // SAFETY: a helper without arguments.
-            flow.started = unsafe { bpf_ktime_get_boot_ns() };
+            flow.started = ticks();
             flow.bytes = 0;
         }
         flow.state &= if new {
@@ -551,8 +549,7 @@ pub fn frame_length(ip: &Ip) -> u64 {
 /// Notes what a client's packet tells about its flow.
 #[inline(always)]
 fn note_client(tcp: &Tcp, flow: &mut Flow, bytes: u64) {
-    // SAFETY: a helper without arguments.
-    flow.last_seen = unsafe { bpf_jiffies64() };
+    flow.last_seen = ticks();
     flow.bytes += bytes;
     if tcp.flags & TCP_ACK != 0 {
         flow.last_ack = tcp.acknowledgment;

@@ -18,12 +18,17 @@ use lb_common::{
 
 use crate::{
     hook::{Hook, Tc, Xdp},
-    maps::{ENDINGS, EVENTS, SCRATCH, TELLING, UPLINK, WATCH, YOUNG, copy_words, zero_words},
+    maps::{
+        ENDINGS, EVENTS, SCRATCH, TELLING, TICKS_PER_SECOND, UPLINK, WATCH, YOUNG, copy_words,
+        ticks, zero_words,
+    },
     refuse::take_from,
 };
 
 /// `BPF_RB_NO_WAKEUP` of `linux/bpf.h`.
 const NO_WAKEUP: u64 = 1;
+/// In a second.
+const NANOSECONDS: u64 = 1_000_000_000;
 /// Verdicts that begin a flow.
 const NEW: u64 = verdicts_of(EVENT_NEW);
 /// Verdicts that are told before their packets become the answers.
@@ -197,10 +202,14 @@ pub fn keep_facts(key: &FlowKey, flow: &Flow, by: u8) {
     note(facts, flow);
 }
 
-/// Notes what a forward entry knows.
+/// Notes what a forward entry knows, after the time.
 #[inline(always)]
 fn note(facts: &mut Ending, flow: &Flow) {
-    facts.started = flow.started;
+    let age = ticks().wrapping_sub(flow.started);
+    // There are always some; a panic on a division by none would be more than a verifier takes.
+    let tick = NANOSECONDS.checked_div(u64::from(TICKS_PER_SECOND.load()));
+    let age = u64::from(age) * tick.unwrap_or(0);
+    facts.started = facts.at.wrapping_sub(age);
     facts.bytes_in = flow.bytes;
     // SAFETY: both are addresses.
     unsafe { copy_words(&raw mut facts.pod, &raw const flow.addr) };

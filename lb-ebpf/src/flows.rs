@@ -3,7 +3,6 @@
 //! Forward and reply entry of a living flow come and go together, the reply entry first: while only
 //! the forward entry is there, the reply path finds it by its second look.
 
-use aya_ebpf::helpers::{bpf_jiffies64, bpf_ktime_get_boot_ns};
 use lb_common::{
     Addr, Backend, CLOSING_GUARD, FLOW_CLOSING, FORWARD, Flow, FlowKey, MAX_VIP_PORTS_PER_POD_PORT,
     PodPort, REPLY, ServiceKey, packet::TCP_SYN,
@@ -12,7 +11,7 @@ use lb_common::{
 use crate::events;
 use crate::maps::{
     LIVING, LIVING_REPLY, POD_PORTS, PRESSURE, SCRATCH, Scratch, TICKS_PER_SECOND, UPLINK, YOUNG,
-    copy_words,
+    copy_words, ticks,
 };
 
 /// Seconds that a young entry guards its client port: as long as a pod may retry a SYN-ACK.
@@ -39,8 +38,7 @@ pub fn young(key: &FlowKey, backend: &Backend, id: u32) -> Option<&'static mut F
         service: backend.service,
         client_fin: 0,
         pod_fin: 0,
-        // SAFETY: a helper without arguments.
-        started: unsafe { bpf_ktime_get_boot_ns() },
+        started: ticks(),
         last_seen: 0,
         bytes: 0,
         last_hop: [0; 6],
@@ -88,8 +86,7 @@ pub fn remove_living(key: &FlowKey, flow: &Flow, by: u8) {
 pub fn close(key: &FlowKey, flow: &Flow, state: u8, by: u8) {
     if let Some(closing) = kept(flow) {
         closing.state = state;
-        // SAFETY: a helper without arguments.
-        closing.last_seen = unsafe { bpf_jiffies64() };
+        closing.last_seen = ticks();
         end(key, closing, by, true);
     }
 }
@@ -212,9 +209,9 @@ pub fn promote(key: &FlowKey, young: &Flow) -> bool {
 #[inline(always)]
 pub fn note_full() {
     if let Some(pressure) = PRESSURE.get_ptr_mut(0) {
-        // SAFETY: words of the map's value; a helper without arguments.
+        // SAFETY: words of the map's value.
         unsafe {
-            (*pressure).full_at = bpf_jiffies64() as u32;
+            (*pressure).full_at = ticks();
             (*pressure).living_full = 1;
         }
     }
@@ -225,9 +222,8 @@ pub fn note_full() {
 #[inline(always)]
 pub fn table_is_full() -> bool {
     PRESSURE.get(0).is_some_and(|pressure| {
-        // SAFETY: a helper without arguments.
-        let now = unsafe { bpf_jiffies64() } as u32;
-        pressure.living_full != 0 && now.wrapping_sub(pressure.full_at) <= TICKS_PER_SECOND.load()
+        pressure.living_full != 0
+            && ticks().wrapping_sub(pressure.full_at) <= TICKS_PER_SECOND.load()
     })
 }
 
@@ -354,9 +350,8 @@ fn is_used_elsewhere(scratch: &mut Scratch, ways: &PodPort) -> bool {
             } else {
                 YOUNG_GUARD
             };
-            // SAFETY: a helper without arguments.
-            let since = unsafe { bpf_jiffies64() }.wrapping_sub(flow.last_seen);
-            if since < guard * u64::from(TICKS_PER_SECOND.load()) {
+            let since = ticks().wrapping_sub(flow.last_seen);
+            if u64::from(since) < guard * u64::from(TICKS_PER_SECOND.load()) {
                 return true;
             }
             // Too old to mean a connection, and it must not catch the new one's replies.

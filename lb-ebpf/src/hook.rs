@@ -341,6 +341,17 @@ impl Frame for Tc {
         let (present, tag) = unsafe { ((*self.skb).vlan_present, (*self.skb).vlan_tci) };
         (present != 0).then_some(tag as u16)
     }
+
+    #[inline(always)]
+    fn length_beyond_header(&self, network: usize) -> u32 {
+        // SAFETY: as above.
+        let (segment, length) = unsafe { ((*self.skb).gso_size, (*self.skb).len) };
+        // What is not to be segmented only lies about its length.
+        if segment == 0 {
+            return 0;
+        }
+        length.saturating_sub(network as u32)
+    }
 }
 
 impl Hook for Tc {

@@ -42,7 +42,11 @@ pub fn error<H: Hook>(hook: &mut H, ip: &Ip) -> Option<Verdict> {
     );
     if let Some(flow) = LIVING.get_ptr_mut(&key) {
         // SAFETY: only read; an update meanwhile costs one wrong packet at most.
-        return Some(to_pod(hook, ip, &quoted, unsafe { &*flow }));
+        let flow = unsafe { &*flow };
+        if alive(flow.backend).is_none() {
+            return Some(Verdict::DroppedIcmpUnknown);
+        }
+        return Some(to_pod(hook, ip, &quoted, flow));
     }
     peers::note_handed_on(hook, ip);
     if !peers::handed_on()
@@ -53,8 +57,7 @@ pub fn error<H: Hook>(hook: &mut H, ip: &Ip) -> Option<Verdict> {
     if let Some(flow) = YOUNG.get_ptr_mut(&key) {
         // SAFETY: as above.
         let flow = unsafe { &*flow };
-        let backend = alive(flow.backend)?;
-        if backend.peer == 0 {
+        if alive(flow.backend).is_some_and(|backend| backend.peer == 0) {
             return Some(to_pod(hook, ip, &quoted, flow));
         }
     }
@@ -215,11 +218,11 @@ pub fn echo<H: Hook>(hook: &mut H, ip: &Ip, vip: &Vip) -> Option<Verdict> {
         (icmp::ECHO, icmp::ECHO_REPLY)
     };
     let (kind, code) = (field!(header, kind), field!(header, code));
-    if kind != asks || !ip.is_well_formed() || ip.is_from_no_host() {
+    if kind != asks || ip.is_from_no_host() || !neighbor::answers(&ip.destination, vip) {
         return None;
     }
-    if !neighbor::answers(&ip.destination, vip) {
-        return None;
+    if !ip.is_well_formed() || !ip.reaches(size_of::<IcmpHeader>()) {
+        return Some(Verdict::DroppedMalformed);
     }
     let changed = checksum::replaced16(
         u16::from_ne_bytes([kind, code]),

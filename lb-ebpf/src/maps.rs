@@ -3,6 +3,7 @@
 use aya_ebpf::{
     Global,
     btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf},
+    helpers::bpf_jiffies64,
     macros::btf_map,
 };
 use lb_common::{
@@ -23,6 +24,13 @@ pub static UPLINK: Global<u32> = Global::new(0);
 /// Kernel ticks a second, the rate of `jiffies_64`.
 #[unsafe(no_mangle)]
 pub static TICKS_PER_SECOND: Global<u32> = Global::new(250);
+
+/// Now, as entries of flows note it: the lower half of `jiffies_64`.
+#[inline(always)]
+pub fn ticks() -> u32 {
+    // SAFETY: a helper without arguments.
+    unsafe { bpf_jiffies64() as u32 }
+}
 
 macro_rules! maps {
     ($($(#[$doc:meta])+ $name:ident, $export:literal: $ty:ty;)+) => {

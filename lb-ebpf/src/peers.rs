@@ -228,7 +228,7 @@ pub fn probe<H: Hook>(hook: &mut H, uplink: &Uplink, ip: &Ip) -> Option<Verdict>
     }
     let own = if ip.is_v6() { SOURCE_V6 } else { SOURCE };
     let asks = ip.source == own;
-    if !asks && ip.destination != own {
+    if !asks && ip.destination != own || !ip.reaches(size_of::<UdpHeader>() + size_of::<Probe>()) {
         return None;
     }
     let port = CONTROL.get(0)?.heartbeat_port.to_be();

@@ -19,7 +19,7 @@ use crate::{
     icmp,
     maps::{
         CONTROL, DIRECT, LIVING, LIVING_REPLY, POD_PORTS, SCRATCH, SERVICES, SHUNNED,
-        TICKS_PER_SECOND, UPLINK, UPLINKS, YOUNG, count_out, keep,
+        TICKS_PER_SECOND, UPLINK, UPLINKS, YOUNG, count_out, keep, ticks,
     },
     peers,
 };
@@ -78,8 +78,7 @@ pub fn reply(hook: &mut Tc) -> Verdict {
         _ => return second_look(hook, ip, tcp, key),
     };
     let bytes = frame_length(ip);
-    // SAFETY: a helper without arguments.
-    entry.last_seen = unsafe { bpf_jiffies64() };
+    entry.last_seen = ticks();
     entry.bytes += bytes;
     if tcp.flags & TCP_ACK != 0 {
         entry.last_ack = tcp.acknowledgment;
@@ -233,9 +232,8 @@ fn grow(forward: &FlowKey, flow: &mut Flow, flags: u8) -> bool {
     }
     if flow.state & FLOW_CLOSING != 0 {
         // The pod's own stack tells whether a client's RST was one: it goes on sending if not.
-        // SAFETY: a helper without arguments.
-        let since = unsafe { bpf_jiffies64() }.wrapping_sub(flow.last_seen);
-        if flow.state & FLOW_CLAIMED == 0 || since <= u64::from(TICKS_PER_SECOND.load()) {
+        let since = ticks().wrapping_sub(flow.last_seen);
+        if flow.state & FLOW_CLAIMED == 0 || since <= TICKS_PER_SECOND.load() {
             return true;
         }
     }

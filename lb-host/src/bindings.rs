@@ -15,6 +15,7 @@ pub struct __sk_buff {
     pub vlan_tci: u32,
     pub data: u32,
     pub data_end: u32,
+    pub gso_size: u32,
 }
 
 /// `bpf_skb_store_bytes` keeps a sum over the whole packet right.

@@ -227,6 +227,7 @@ fn at_tc(program: Program, packet: &Packet) -> Outcome {
         vlan_tci: packet.tag.unwrap_or(0).into(),
         data: 0,
         data_end: 0,
+        gso_size: 0,
     };
     frame::current(|frame| {
         frame.place(packet);

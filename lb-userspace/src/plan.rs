@@ -578,7 +578,10 @@ fn rows(standings: &[Standing<'_>], port_name: &str, target_port: u16) -> Vec<Ba
             eligible: is_up && (backend.ready || !is_ready && backend.draining),
         }
     };
-    having().map(row).collect()
+    // They are kept: collected, they would have room for up to twice as many.
+    let mut rows = Vec::with_capacity(standings.len());
+    rows.extend(having().map(row));
+    rows
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Once;
+use std::sync::{Arc, Once};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -181,7 +181,7 @@ fn in_subnet(mode: Mode) -> UplinkSpec {
 }
 
 /// VIP 172.22.0.2:6385 with these backends on 10.244.0.N:6385.
-fn tables(backends: &[(&str, u8)]) -> TableSet {
+fn tables(backends: &[(&str, u8)]) -> Arc<TableSet> {
     let row = |(instance, last): &(&str, u8)| BackendRow {
         instance: (*instance).to_owned(),
         uid: String::new(),
@@ -205,15 +205,15 @@ fn tables(backends: &[(&str, u8)]) -> TableSet {
         source_ranges: None,
         backends: backends.iter().map(row).collect(),
     };
-    TableSet {
+    Arc::new(TableSet {
         vips: [(ip("172.22.0.2"), vip)].into(),
         ports: [((ip("172.22.0.2"), 6385), port)].into(),
         ..TableSet::default()
-    }
+    })
 }
 
 /// Attaches and applies, and leaves it all running.
-fn serve(node: &Node, uplinks: &[UplinkSpec], tables: &TableSet) -> AttachReport {
+fn serve(node: &Node, uplinks: &[UplinkSpec], tables: &Arc<TableSet>) -> AttachReport {
     node.inside(|| {
         let mut dataplane = node.open();
         let report = dataplane.attach(uplinks, tables).expect("attaches");
@@ -833,7 +833,7 @@ fn a_vip_on_a_device_is_refused_unless_external() {
             text.contains("172.22.0.2") && text.contains("up0"),
             "{text}"
         );
-        for vip in tables.vips.values_mut() {
+        for vip in Arc::make_mut(&mut tables).vips.values_mut() {
             vip.announce = Announce::External;
         }
         dataplane

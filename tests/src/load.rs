@@ -23,6 +23,8 @@ pub struct Load {
     pub count: u32,
     /// How long at most.
     pub limit: Duration,
+    /// How long a connection may wait for each of its steps.
+    pub patience: Duration,
     /// How many at a time.
     pub threads: u32,
 }
@@ -50,6 +52,9 @@ impl LoadReport {
 }
 
 impl Load {
+    /// Longer than any step of a connection takes that is served at all.
+    pub const PATIENCE: Duration = Duration::from_secs(60);
+
     /// Runs it from `namespace`.
     ///
     /// # Errors
@@ -67,7 +72,7 @@ impl Load {
                 let number = self.first + done;
                 let source = self.source(number);
                 let target = self.targets[number as usize % self.targets.len()];
-                match exchange(Some(source), target, "/", Duration::from_secs(60)) {
+                match exchange(Some(source), target, "/", self.patience) {
                     Ok(()) => report.served += 1,
                     Err(error) => {
                         report.failed += 1;

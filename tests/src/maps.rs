@@ -88,14 +88,11 @@ impl Maps {
     ///
     /// # Errors
     /// When the maps are not there.
-    pub fn age(&self, jiffies: u64) -> Result<()> {
+    pub fn age(&self, jiffies: u32) -> Result<()> {
         for name in [map::LIVING, map::LIVING_REPLY] {
             let mut flows = self.flows(name)?;
             for (key, mut flow) in self.living(name)? {
-                flow.last_seen = flow
-                    .last_seen
-                    .checked_sub(jiffies)
-                    .context("this machine has not been up for that long")?;
+                flow.last_seen = flow.last_seen.wrapping_sub(jiffies);
                 flows.insert(key, flow, 0)?;
             }
         }

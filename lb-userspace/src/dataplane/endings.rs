@@ -22,7 +22,7 @@ use tracing::debug;
 
 use super::maps::{pinned, uplinks};
 use super::pins::layout_dir;
-use super::read::Reader;
+use super::read::{Clock, Reader};
 use super::{DataplaneError, boot_time, nanoseconds};
 use crate::interfaces::Host;
 use crate::packet::{ip_header, transport_checksum};
@@ -95,6 +95,7 @@ pub(super) fn end(root: &Path, which: &Which<'_>) -> Result<Vec<Ending>, Datapla
         let entries = young.iter().take(most).filter_map(Result::ok);
         over.extend(entries.filter(|(_, flow)| is_orphan(flow) && ends(flow)));
     }
+    let clock = Clock::now();
     let mut resets = Resets::default();
     let mut told: HashSet<FlowKey> = HashSet::new();
     let mut ended = Vec::new();
@@ -112,7 +113,7 @@ pub(super) fn end(root: &Path, which: &Which<'_>) -> Result<Vec<Ending>, Datapla
         let (client, vip) = (at(key.client, key.client_port), at(key.addr, key.port));
         // Or a program was faster, and has told of it.
         if lived || flow.state & FLOW_ELSEWHERE != 0 {
-            ended.push(ending(&key, &flow, reply.as_ref().ok()));
+            ended.push(ending(&key, &flow, reply.as_ref().ok(), &clock));
         }
         // The pod first. A client that has received more meanwhile asks back (RFC 5961 section 3.2), and it is the pod that
         // answers: with a reset only once it has its own, while after its answer nobody would tell the client any more.
@@ -129,10 +130,10 @@ pub(super) fn end(root: &Path, which: &Which<'_>) -> Result<Vec<Ending>, Datapla
 }
 
 /// The record of a flow whose backend is gone.
-fn ending(key: &FlowKey, flow: &Flow, reply: Option<&Flow>) -> Ending {
+fn ending(key: &FlowKey, flow: &Flow, reply: Option<&Flow>, clock: &Clock) -> Ending {
     Ending {
         at: nanoseconds(boot_time()),
-        started: flow.started,
+        started: clock.boot_time_of(flow.started),
         bytes_in: flow.bytes,
         bytes_out: reply.map_or(0, |reply| reply.bytes),
         key: *key,

@@ -19,13 +19,62 @@ use tracing::{info, warn};
 
 use super::maps::pinned;
 use super::pins::{self, Pins};
+use super::read::Clock;
 use super::{DataplaneError, attach};
 
-/// Layouts whose maps are read with this version's types: all that they have is the same. Layout 5 lacks the rings and
-/// what belongs to them.
-const SAME: [u32; 1] = [5];
+/// Layouts whose maps are read with this version's types but for flows: all else that they have is the same. Layout 5 lacks
+/// the rings and what belongs to them.
+const KNOWN: [u32; 2] = [5, 6];
 /// `BPF_NOEXIST` of `linux/bpf.h`.
 const NOEXIST: u64 = 1;
+
+/// A flow's entry in those layouts.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct FormerFlow {
+    addr: Addr,
+    port: u16,
+    client_port: u16,
+    backend: u32,
+    last_ack: u32,
+    service: u16,
+    client_fin: u8,
+    pod_fin: u8,
+    /// `CLOCK_BOOTTIME` nanoseconds.
+    started: u64,
+    /// `jiffies_64`.
+    last_seen: u64,
+    bytes: u64,
+    last_hop: [u8; 6],
+    uplink: u8,
+    state: u8,
+}
+
+const _: () = assert!(size_of::<FormerFlow>() == 64);
+// SAFETY: repr(C), made of integers and byte arrays only, without implicit padding.
+unsafe impl Plain for FormerFlow {}
+
+impl FormerFlow {
+    /// The same entry as it is in this layout.
+    fn now(self, clock: &Clock) -> Flow {
+        Flow {
+            addr: self.addr,
+            port: self.port,
+            client_port: self.client_port,
+            backend: self.backend,
+            last_ack: self.last_ack,
+            service: self.service,
+            client_fin: self.client_fin,
+            pod_fin: self.pod_fin,
+            started: clock.ticks_at(self.started),
+            last_seen: self.last_seen as u32,
+            bytes: self.bytes,
+            last_hop: self.last_hop,
+            uplink: self.uplink,
+            state: self.state,
+        }
+    }
+}
 
 /// Copies a map from one layout's directory to another's.
 type Copy = fn(&Path, &Path, &'static str) -> Result<(), DataplaneError>;
@@ -89,7 +138,7 @@ impl Former {
             if version == lb_common::LAYOUT_VERSION || !serves(&dir)? {
                 continue;
             }
-            if !SAME.contains(&version) {
+            if !KNOWN.contains(&version) {
                 return Err(DataplaneError::UnknownLayout { path: dir, version });
             }
             found = Some(Self {
@@ -158,16 +207,19 @@ impl Former {
     }
 
     fn copy_flows(&mut self, to: &Path) -> Result<(), DataplaneError> {
+        let clock = Clock::now();
+        let now = |flow: FormerFlow| flow.now(&clock);
         // The reply entry first, as the programs do.
-        flows::<Flow>(&self.dir, to, map::LIVING_REPLY, &mut self.replies)?;
-        flows::<Flow>(&self.dir, to, map::LIVING, &mut self.living)?;
-        flows::<Flow>(&self.dir, to, map::YOUNG, &mut self.young)?;
-        flows::<u64>(&self.dir, to, map::DIRECT, &mut self.direct)
+        flows(&self.dir, to, map::LIVING_REPLY, &mut self.replies, now)?;
+        flows(&self.dir, to, map::LIVING, &mut self.living, now)?;
+        flows(&self.dir, to, map::YOUNG, &mut self.young, now)?;
+        let same = |seen: u64| seen;
+        flows(&self.dir, to, map::DIRECT, &mut self.direct, same)
     }
 
     /// Flows that were copied and that the former programs ended afterwards would live for ever.
     fn end_ended(&self, to: &Path) -> Result<usize, DataplaneError> {
-        let former: HashMap<MapData, FlowKey, Flow> = pinned(&self.dir, map::LIVING)?;
+        let former: HashMap<MapData, FlowKey, FormerFlow> = pinned(&self.dir, map::LIVING)?;
         let mut living: HashMap<MapData, FlowKey, Flow> = pinned(to, map::LIVING)?;
         let mut replies: HashMap<MapData, FlowKey, Flow> = pinned(to, map::LIVING_REPLY)?;
         let mut ended = 0;
@@ -199,13 +251,14 @@ fn serves(dir: &Path) -> Result<bool, DataplaneError> {
 }
 
 /// Copies entries that have not been copied yet.
-fn flows<V: Plain>(
+fn flows<F: Plain, V: Plain>(
     from: &Path,
     to: &Path,
     name: &'static str,
     taken: &mut Taken,
+    now: impl Fn(F) -> V,
 ) -> Result<(), DataplaneError> {
-    let source: HashMap<MapData, FlowKey, V> = pinned(from, name)?;
+    let source: HashMap<MapData, FlowKey, F> = pinned(from, name)?;
     let mut target: HashMap<MapData, FlowKey, V> = pinned(to, name)?;
     let capacity = MapData::from_pin(from.join(name))
         .and_then(|data| data.info())
@@ -220,7 +273,7 @@ fn flows<V: Plain>(
         let Ok(flow) = source.get(&key, 0) else {
             continue;
         };
-        match target.insert(key, flow, NOEXIST) {
+        match target.insert(key, now(flow), NOEXIST) {
             Ok(()) => {}
             // The new programs have made it.
             Err(MapError::SyscallError(error)) if is(&error, rustix::io::Errno::EXIST) => {}

@@ -13,7 +13,7 @@ use lb_common::{
 };
 use tracing::warn;
 
-use super::rows::{Rows, Write};
+use super::rows::{Rows, Write, share};
 use super::{DataplaneError, Options, batch, pins};
 
 /// Opens a pinned map as what it should be.
@@ -157,6 +157,9 @@ pub(super) struct Maps {
     bulk: Bulk,
 }
 
+/// Entries of one system call. More would save nothing, and take pages from the system that are new each time.
+const BULK: usize = 256;
+
 /// The maps that have a row for each backend, once more: see [`batch`].
 struct Bulk {
     backends: MapData,
@@ -204,7 +207,7 @@ impl Maps {
             pod_ports: hash(&self.pod_ports, map::POD_PORTS)?,
             pods: hash(&self.pods, map::PODS)?,
             port_info: array(&self.port_info, map::PORT_INFO)?,
-            backend_info: array(&self.backend_info, map::BACKEND_INFO)?,
+            backend_info: share(array(&self.backend_info, map::BACKEND_INFO)?),
             control: self
                 .control
                 .get(&0, 0)
@@ -295,16 +298,17 @@ impl Maps {
     }
 }
 
-/// Does all writes of one kind at the beginning of `writes`.
+/// Does the writes of one kind at the beginning of `writes`, not more than [`BULK`] of them.
 fn run<K: aya::Pod, V: aya::Pod>(
     map: &MapData,
     name: &'static str,
     writes: &[Write],
     entry: impl Fn(&Write) -> Option<(K, V)>,
 ) -> (usize, Result<(), DataplaneError>) {
-    let entries: Vec<(K, V)> = writes.iter().map_while(entry).collect();
-    match batch::update(map, &entries) {
-        Ok(()) => (entries.len(), Ok(())),
+    let entries = writes.iter().take(BULK).map_while(entry);
+    let (keys, values): (Vec<K>, Vec<V>) = entries.unzip();
+    match batch::update(map, &keys, &values) {
+        Ok(()) => (keys.len(), Ok(())),
         Err((written, source)) => (
             written,
             Err(DataplaneError::map("write", name, source.into())),

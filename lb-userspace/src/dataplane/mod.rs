@@ -20,6 +20,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use aya::maps::{Map, MapData, MapError};
@@ -183,7 +184,7 @@ pub struct Dataplane {
     incomplete: bool,
     leaving: Leaving,
     /// What [`Self::apply`] was last given.
-    tables: Option<TableSet>,
+    tables: Option<Arc<TableSet>>,
     /// Who records the flows that are ended with their backends.
     recorder: Option<Teller>,
 }
@@ -245,18 +246,25 @@ impl Held {
     }
 
     fn write(&mut self, write: &Write) -> Result<(), DataplaneError> {
-        self.write_all(std::slice::from_ref(write))
+        let (_, done) = self.maps.execute(std::slice::from_ref(write));
+        done?;
+        self.rows.record(write);
+        Ok(())
     }
 
-    /// In their order. What is written before an error is recorded.
-    fn write_all(&mut self, mut writes: &[Write]) -> Result<(), DataplaneError> {
-        while !writes.is_empty() {
-            let (count, done) = self.maps.execute(writes);
-            let (written, rest) = writes.split_at(count);
-            written.iter().for_each(|write| self.rows.record(write));
-            done?;
-            writes = rest;
+    /// In their order; `rows` is what they lead to. What is written before an error is recorded.
+    fn write_all(&mut self, writes: &[Write], rows: Rows) -> Result<(), DataplaneError> {
+        let mut written = 0;
+        while written < writes.len() {
+            let (count, done) = self.maps.execute(&writes[written..]);
+            written += count;
+            if let Err(error) = done {
+                let done = writes[..written].iter();
+                done.for_each(|write| self.rows.record(write));
+                return Err(error);
+            }
         }
+        self.rows = rows;
         Ok(())
     }
 
@@ -501,14 +509,14 @@ impl Dataplane {
     }
 
     /// Brings the maps in step with `tables`, by a diff in safe order. Call [`Self::attach`] before.
-    pub fn apply(&mut self, tables: &TableSet) -> Result<Applied, DataplaneError> {
+    pub fn apply(&mut self, tables: &Arc<TableSet>) -> Result<Applied, DataplaneError> {
         let applied = self.bring(tables)?;
         let control = Control {
             synced_at: nanoseconds(boot_time()),
             ..self.held.rows.control
         };
         self.held.write(&Write::Control(Box::new(control)))?;
-        self.tables = Some(tables.clone());
+        self.tables = Some(Arc::clone(tables));
         Ok(applied)
     }
 
@@ -582,7 +590,7 @@ impl Dataplane {
             }
             _ => false,
         });
-        self.held.write_all(&plan.writes)?;
+        self.held.write_all(&plan.writes, plan.rows)?;
         if ends {
             // Those that another pod's address or a lack of room ends at once.
             self.end_flows(&HashSet::new());

@@ -587,7 +587,8 @@ impl Reader {
                 let service = infos.get(usize::from(flow.service));
                 let service =
                     service.filter(|info| info.vip_port == ServiceKey::new(key.addr, key.port));
-                let last_seen = reply.map_or(flow.last_seen, |r| r.last_seen.max(flow.last_seen));
+                let idle = clock.since_ticks(flow.last_seen);
+                let idle = reply.map_or(idle, |r| clock.since_ticks(r.last_seen).min(idle));
                 let view = FlowView {
                     state: state(name, &flow),
                     client: key.client.into(),
@@ -601,8 +602,8 @@ impl Reader {
                     gone: owner.is_none_or(|row| row.flags & BACKEND_ALIVE == 0),
                     translated_port: (flow.client_port != key.client_port)
                         .then_some(flow.client_port),
-                    age_seconds: clock.since_boot_time(flow.started),
-                    idle_seconds: clock.since_jiffies(last_seen),
+                    age_seconds: clock.since_ticks(flow.started),
+                    idle_seconds: idle,
                     bytes_in: flow.bytes,
                     bytes_out: reply.map(|reply| reply.bytes),
                     interface: interface(&uplinks, (flow.uplink & !FLOW_HANDED_ON).into()),
@@ -810,7 +811,10 @@ impl Clock {
     }
 
     /// The same with what the kernel's count of ticks was a moment ago: it may be some tenths of a second behind the clock.
-    pub(super) fn with_jiffies(self, jiffies: u64) -> Self {
+    /// Of that count the lower half is given.
+    pub(super) fn with_ticks(self, ticks: u32) -> Self {
+        let ahead = (self.jiffies as u32).wrapping_sub(ticks).cast_signed();
+        let jiffies = self.jiffies.wrapping_add_signed(-i64::from(ahead));
         Self { jiffies, ..self }
     }
 
@@ -825,6 +829,39 @@ impl Clock {
 
     pub(super) fn since_jiffies(&self, jiffies: u64) -> f64 {
         self.jiffies.saturating_sub(jiffies) as f64 / self.ticks as f64
+    }
+
+    /// Seconds since a count of ticks of which the lower half is given.
+    pub(super) fn since_ticks(&self, ticks: u32) -> f64 {
+        self.ticks_since(ticks) as f64 / self.ticks as f64
+    }
+
+    fn ticks_since(&self, ticks: u32) -> u64 {
+        /// What lies ahead by less was a moment ago: the clocks differ by as much.
+        const MOMENT: u64 = 10;
+        let since = u64::from((self.jiffies as u32).wrapping_sub(ticks));
+        if since + MOMENT * self.ticks >= 1 << 32 {
+            0
+        } else {
+            since
+        }
+    }
+
+    /// Nanoseconds of a tick.
+    fn tick(&self) -> u64 {
+        1_000_000_000 / self.ticks
+    }
+
+    /// The boot time, in nanoseconds, of a count of ticks of which the lower half is given.
+    pub(super) fn boot_time_of(&self, ticks: u32) -> u64 {
+        let since = self.ticks_since(ticks) * self.tick();
+        self.boot_time.saturating_sub(since)
+    }
+
+    /// The lower half of the count of ticks at a boot time in nanoseconds.
+    pub(super) fn ticks_at(&self, boot_time: u64) -> u32 {
+        let since = self.boot_time.saturating_sub(boot_time) / self.tick();
+        self.jiffies.wrapping_sub(since) as u32
     }
 }
 
@@ -885,4 +922,45 @@ fn link_view(pin: &Path, hook: &str) -> Option<LinkView> {
         link: info.id(),
         program: info.program_id(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Ticks of a clock that has counted so many.
+    fn clock(jiffies: u64) -> Clock {
+        Clock {
+            boot_time: 3_600_000_000_000,
+            jiffies,
+            ticks: 250,
+        }
+    }
+
+    #[test]
+    fn half_a_count_of_ticks_may_wrap() {
+        const HALF: u64 = 1 << 32;
+        for jiffies in [
+            HALF - 300 * 250,
+            HALF + 100,
+            5 * HALF - 1,
+            5 * HALF,
+            7 * HALF + 250,
+        ] {
+            let clock = clock(jiffies);
+            let before = |ticks: u64| jiffies.wrapping_sub(ticks) as u32;
+            assert_eq!(clock.since_ticks(before(500)), 2.0);
+            assert_eq!(
+                clock.since_ticks(before(HALF / 2)),
+                (HALF / 2) as f64 / 250.0
+            );
+            assert_eq!(clock.since_ticks(before(0_u64.wrapping_sub(3))), 0.0);
+            assert_eq!(clock.boot_time_of(before(500)), 3_598_000_000_000);
+            assert_eq!(clock.ticks_at(3_598_000_000_000), before(500));
+            let behind = clock.with_ticks(before(40));
+            assert_eq!(behind.jiffies, jiffies - 40);
+            let ahead = behind.with_ticks(before(0));
+            assert_eq!(ahead.jiffies, jiffies);
+        }
+    }
 }

@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ipnet::IpNet;
@@ -24,7 +25,7 @@ use crate::desired::{Announce, Refuse};
 use crate::tables::{BackendRow, PeerLink, PeerRow, PortRow, TableSet, VipRow};
 
 /// The rows that the agent alone writes.
-#[derive(Clone)]
+#[derive(Clone, PartialEq)]
 pub(super) struct Rows {
     pub(super) uplinks: Vec<Uplink>,
     pub(super) vips: BTreeMap<Addr, Vip>,
@@ -33,7 +34,8 @@ pub(super) struct Rows {
     pub(super) pod_ports: BTreeMap<ServiceKey, PodPort>,
     pub(super) pods: BTreeMap<Addr, Pod>,
     pub(super) port_info: Vec<PortInfo>,
-    pub(super) backend_info: Vec<BackendInfo>,
+    /// `None` where nobody has had the index yet. A pod is behind several VIP ports: its names are kept once.
+    pub(super) backend_info: Vec<Option<Arc<BackendInfo>>>,
     pub(super) control: Control,
     pub(super) peers: Vec<Peer>,
     pub(super) peer_macs: BTreeMap<PeerMac, u32>,
@@ -84,7 +86,7 @@ const NO_PORT_INFO: PortInfo = PortInfo {
     service: [0; NAME_LEN],
     port: [0; NAME_LEN],
 };
-const NO_BACKEND_INFO: BackendInfo = BackendInfo {
+static NO_BACKEND_INFO: BackendInfo = BackendInfo {
     instance: [0; NAME_LEN],
     uid: [0; NAME_LEN],
 };
@@ -99,7 +101,7 @@ impl Default for Rows {
             pod_ports: BTreeMap::new(),
             pods: BTreeMap::new(),
             port_info: vec![NO_PORT_INFO; MAX_PORTS as usize],
-            backend_info: vec![NO_BACKEND_INFO; MAX_BACKENDS as usize],
+            backend_info: vec![None; MAX_BACKENDS as usize],
             control: Control::default(),
             peers: vec![Peer::default(); (MAX_PEERS * MAX_UPLINKS) as usize],
             peer_macs: BTreeMap::new(),
@@ -118,7 +120,7 @@ pub(super) enum Write {
     PortInfo(u16, Box<PortInfo>),
     /// The counters of a VIP port id that gets a new owner start from zero.
     ResetPortStats(u16),
-    BackendInfo(u16, Box<BackendInfo>),
+    BackendInfo(u16, Arc<BackendInfo>),
     /// Likewise for a backend's index.
     ResetBackendStats(u16),
     Backend(u16, Backend),
@@ -148,7 +150,9 @@ impl Rows {
             Write::Uplink(slot, row) => self.uplinks[*slot as usize] = **row,
             Write::Control(row) => self.control = **row,
             Write::PortInfo(id, row) => self.port_info[usize::from(*id)] = **row,
-            Write::BackendInfo(index, row) => self.backend_info[usize::from(*index)] = **row,
+            Write::BackendInfo(index, row) => {
+                self.backend_info[usize::from(*index)] = Some(Arc::clone(row));
+            }
             Write::ResetPortStats(_) | Write::ResetBackendStats(_) | Write::ResetPeerStats(_) => {}
             Write::Backend(index, row) => self.backends[usize::from(*index)] = *row,
             Write::Pod(addr, row) => {
@@ -194,7 +198,25 @@ impl Rows {
     }
 }
 
+/// What `backend_info` holds, row by row; equal names are one.
+pub(super) fn share(rows: impl IntoIterator<Item = BackendInfo>) -> Vec<Option<Arc<BackendInfo>>> {
+    let mut names: HashMap<Names, Arc<BackendInfo>> = HashMap::new();
+    let mut one = |row: BackendInfo| {
+        (row != NO_BACKEND_INFO).then(|| {
+            let shared = names.entry((row.instance, row.uid));
+            Arc::clone(shared.or_insert_with(|| Arc::new(row)))
+        })
+    };
+    rows.into_iter().map(&mut one).collect()
+}
+
 impl Rows {
+    /// Names of a backend; none where nobody has had the index yet.
+    fn backend_info(&self, index: u16) -> &BackendInfo {
+        let info = &self.backend_info[usize::from(index)];
+        info.as_deref().unwrap_or(&NO_BACKEND_INFO)
+    }
+
     /// Peers as an earlier agent knew them.
     pub(super) fn named_peers(&self) -> BTreeMap<String, PeerRow> {
         let named = (1..MAX_PEERS).filter_map(|number| {
@@ -243,8 +265,9 @@ pub(super) const SETTLE: Duration = Duration::from_secs(5);
 pub(super) type Leaving = BTreeMap<u16, Duration>;
 
 /// The writes that lead from what is to what shall be.
-#[derive(Default)]
 pub(super) struct Plan {
+    /// What the maps hold once all is written.
+    pub(super) rows: Rows,
     /// In order.
     pub(super) writes: Vec<Write>,
     /// Backends that leave once these writes are done.
@@ -266,11 +289,7 @@ pub(super) fn plan(rows: &Rows, leaving: &Leaving, input: &Input<'_>) -> Plan {
     let at_once = (0..MAX_BACKENDS as u16).map(|index| (index, Duration::ZERO));
     let tables = &kept;
     let (mut removal, _) = step(rows, &at_once.collect(), &Input { tables, ..*input });
-    let mut between = rows.clone();
-    for write in &removal.writes {
-        between.record(write);
-    }
-    let (rest, _) = step(&between, &Leaving::new(), input);
+    let (rest, _) = step(&removal.rows, &Leaving::new(), input);
     removal.writes.extend(rest.writes);
     Plan {
         writes: removal.writes,
@@ -307,8 +326,10 @@ fn step(rows: &Rows, leaving: &Leaving, input: &Input<'_>) -> (Plan, Shortage) {
         let until = input.now + SETTLE;
         next.control.settle_until = until.as_nanos().try_into().unwrap_or(u64::MAX);
     }
+    let writes = order(rows, &mut next, &fresh_ports, &fresh_backends);
     let plan = Plan {
-        writes: order(rows, &next, &fresh_ports, &fresh_backends),
+        rows: next,
+        writes,
         leaving,
         notes,
     };
@@ -349,7 +370,7 @@ fn known_backends(rows: &Rows) -> HashMap<BackendKey, u16> {
     backends
         .filter(|(backend, _)| backend.flags & BACKEND_ALIVE != 0)
         .map(|(backend, index)| {
-            let info = &rows.backend_info[usize::from(index)];
+            let info = rows.backend_info(index);
             let names = (info.instance, info.uid);
             ((backend.service, backend.addr, backend.port, names), index)
         })
@@ -369,8 +390,8 @@ struct Goal<'a> {
     numbers: BTreeMap<String, u32>,
     /// Ids of wanted VIP ports.
     ids: BTreeMap<(IpAddr, u16), u16>,
-    /// Indices of wanted backends, by VIP port in the order of its row.
-    indices: BTreeMap<(IpAddr, u16), Vec<u16>>,
+    /// Indices of wanted backends with what the choice knows them by, by VIP port in the order of its row.
+    indices: BTreeMap<(IpAddr, u16), Vec<(u16, u32)>>,
     leaving: Leaving,
     fresh_ports: BTreeSet<u16>,
     fresh_backends: BTreeSet<u16>,
@@ -385,13 +406,22 @@ type Names = ([u8; NAME_LEN], [u8; NAME_LEN]);
 
 impl<'a> Goal<'a> {
     fn new(rows: &'a Rows) -> Self {
-        let mut next = rows.clone();
-        next.vips.clear();
-        next.services.clear();
-        next.sources.clear();
-        next.pods.clear();
-        next.pod_ports.clear();
-        next.port_info.fill(NO_PORT_INFO);
+        let mut next = Rows {
+            uplinks: rows.uplinks.clone(),
+            backends: rows.backends.clone(),
+            backend_info: rows.backend_info.clone(),
+            control: rows.control,
+            peers: rows.peers.clone(),
+            peer_info: rows.peer_info.clone(),
+            version: rows.version,
+            vips: BTreeMap::new(),
+            services: BTreeMap::new(),
+            sources: BTreeSet::new(),
+            pods: BTreeMap::new(),
+            pod_ports: BTreeMap::new(),
+            port_info: vec![NO_PORT_INFO; MAX_PORTS as usize],
+            peer_macs: BTreeMap::new(),
+        };
         for backend in &mut next.backends {
             // What nobody claims below is gone; its generation stays.
             backend.flags = 0;
@@ -525,6 +555,7 @@ impl<'a> Goal<'a> {
         let known = known_backends(self.rows);
         let alive: HashSet<u16> = known.values().copied().collect();
         let mut free = (0..MAX_BACKENDS as u16).filter(|index| !alive.contains(index));
+        let mut names: HashMap<(&str, &str), Arc<BackendInfo>> = HashMap::new();
         for (&place, &id) in &self.ids {
             let mut indices = Vec::new();
             for row in &tables.ports[&place].backends {
@@ -566,8 +597,12 @@ impl<'a> Goal<'a> {
                     peer: peer.unwrap_or(former.peer),
                     pad: 0,
                 };
-                self.next.backend_info[usize::from(index)] = BackendInfo { instance, uid };
-                indices.push(index);
+                if was.is_none() {
+                    let names = names.entry((&row.instance, &row.uid));
+                    let info = names.or_insert_with(|| Arc::new(BackendInfo { instance, uid }));
+                    self.next.backend_info[usize::from(index)] = Some(Arc::clone(info));
+                }
+                indices.push((index, identity(&row.instance)));
             }
             self.indices.insert(place, indices);
         }
@@ -588,7 +623,7 @@ impl<'a> Goal<'a> {
             }
             let deadline = *leaving.get(&index).unwrap_or(&(input.now + GONE_AFTER));
             let address = IpAddr::from(backend.addr);
-            let info = &self.rows.backend_info[usize::from(index)];
+            let info = self.rows.backend_info(index);
             let is_same = |row: &&BackendRow| {
                 to_name(&row.instance) == info.instance && to_name(&row.uid) == info.uid
             };
@@ -676,6 +711,9 @@ impl<'a> Goal<'a> {
             // Order of indices is chance; equal sets shall be equal rows.
             row.vip_ports[..row.count as usize].sort_unstable();
         }
+        // Built from what is sorted, a tree's nodes are full: row by row they are half empty.
+        let pod_ports = std::mem::take(&mut self.next.pod_ports);
+        self.next.pod_ports = pod_ports.into_iter().collect();
         self.next.control.pod_filter = filter;
     }
 
@@ -716,9 +754,9 @@ impl<'a> Goal<'a> {
                 version_tail: 0,
             };
             let indices = &self.indices[&(vip, port)];
-            let eligible = indices.iter().filter_map(|&index| {
+            let eligible = indices.iter().filter_map(|&(index, identity)| {
                 let backend = self.next.backends[usize::from(index)];
-                (backend.flags & BACKEND_ELIGIBLE != 0).then_some((index, backend.generation))
+                (backend.flags & BACKEND_ELIGIBLE != 0).then_some((index, identity, backend))
             });
             let is_silent = |backend: &BackendRow| {
                 let peer = backend
@@ -730,19 +768,13 @@ impl<'a> Goal<'a> {
             if row.backends.iter().any(is_silent) {
                 service.flags |= SERVICE_SILENT;
             }
-            let names: HashMap<[u8; NAME_LEN], u32> = row
-                .backends
-                .iter()
-                .map(|backend| (to_name(&backend.instance), identity(&backend.instance)))
-                .collect();
-            for ((index, generation), place) in eligible.zip(&mut service.candidates) {
-                let name = self.next.backend_info[usize::from(index)].instance;
-                if self.next.backends[usize::from(index)].peer == 0 {
+            for ((index, identity, backend), place) in eligible.zip(&mut service.candidates) {
+                if backend.peer == 0 {
                     service.local |= 1 << service.count;
                 }
                 *place = Candidate {
-                    backend: backend_id(index, generation),
-                    identity: names.get(&name).copied().unwrap_or_default(),
+                    backend: backend_id(index, backend.generation),
+                    identity,
                 };
                 service.count += 1;
             }
@@ -875,38 +907,35 @@ fn union(a: &Filter, b: &Filter) -> Filter {
 }
 
 /// What must be there before a service names it comes first, what must be there as long as one does goes last.
+/// Gives `next` what only the writes decide, so that it is what the maps hold after the last one.
 fn order(
     now: &Rows,
-    next: &Rows,
+    next: &mut Rows,
     fresh_ports: &BTreeSet<u16>,
     fresh_backends: &BTreeSet<u16>,
 ) -> Vec<Write> {
     let mut writes = Vec::new();
-    let mut held = now.clone();
-    let mut write = |held: &mut Rows, write: Write| {
-        held.record(&write);
-        writes.push(write);
-    };
 
     // Filters err on the side of containing: bits are set first and cleared last. Peers are waited for before anything
     // is that they may see otherwise.
     let control = Control {
-        pod_filter: union(&held.control.pod_filter, &next.control.pod_filter),
+        pod_filter: union(&now.control.pod_filter, &next.control.pod_filter),
         settle_until: next.control.settle_until,
         heartbeat_port: next.control.heartbeat_port,
-        peers: held.control.peers.max(next.control.peers),
-        ..held.control
+        peers: now.control.peers.max(next.control.peers),
+        ..now.control
     };
-    if control != held.control {
-        write(&mut held, Write::Control(Box::new(control)));
+    if control != now.control {
+        writes.push(Write::Control(Box::new(control)));
     }
+    let meanwhile = |slot: usize, uplink: &Uplink| Uplink {
+        vip_filter: union(&now.uplinks[slot].vip_filter, &uplink.vip_filter),
+        ..now.uplinks[slot]
+    };
     for (slot, uplink) in next.uplinks.iter().enumerate() {
-        let row = Uplink {
-            vip_filter: union(&now.uplinks[slot].vip_filter, &uplink.vip_filter),
-            ..now.uplinks[slot]
-        };
+        let row = meanwhile(slot, uplink);
         if row != now.uplinks[slot] {
-            write(&mut held, Write::Uplink(slot as u32, Box::new(row)));
+            writes.push(Write::Uplink(slot as u32, Box::new(row)));
         }
     }
 
@@ -914,134 +943,141 @@ fn order(
         let was = &now.peer_info[number as usize];
         if info != was {
             if info.name != was.name {
-                write(&mut held, Write::ResetPeerStats(number));
+                writes.push(Write::ResetPeerStats(number));
             }
-            write(&mut held, Write::PeerInfo(number, Box::new(*info)));
+            writes.push(Write::PeerInfo(number, Box::new(*info)));
         }
     }
     for (link, peer) in (0..).zip(&next.peers) {
         if *peer != now.peers[link as usize] {
-            write(&mut held, Write::Peer(link, Box::new(*peer)));
+            writes.push(Write::Peer(link, Box::new(*peer)));
         }
     }
     for (mac, number) in &next.peer_macs {
-        if held.peer_macs.get(mac) != Some(number) {
-            write(&mut held, Write::PeerMac(*mac, *number));
+        if now.peer_macs.get(mac) != Some(number) {
+            writes.push(Write::PeerMac(*mac, *number));
         }
     }
 
     // Names, then the backends that are or become eligible.
-    for (info, id) in next.port_info.iter().zip(0..) {
-        if info.vip_port.port != 0 && *info != now.port_info[usize::from(id)] {
-            write(&mut held, Write::PortInfo(id, Box::new(*info)));
-        }
+    let other_ports = || {
+        let ports = next.port_info.iter().zip(0..);
+        ports.filter(|(info, id)| **info != now.port_info[usize::from(*id)])
+    };
+    for (info, id) in other_ports().filter(|(info, _)| info.vip_port.port != 0) {
+        writes.push(Write::PortInfo(id, Box::new(*info)));
     }
     for &id in fresh_ports {
-        write(&mut held, Write::ResetPortStats(id));
+        writes.push(Write::ResetPortStats(id));
     }
     for (info, index) in next.backend_info.iter().zip(0..) {
-        if *info != now.backend_info[usize::from(index)] {
-            write(&mut held, Write::BackendInfo(index, Box::new(*info)));
+        if let Some(info) = info
+            && now.backend_info(index) != &**info
+        {
+            writes.push(Write::BackendInfo(index, Arc::clone(info)));
         }
     }
     for &index in fresh_backends {
         // Nobody has counted there yet.
         if now.backends[usize::from(index)] != NO_BACKEND {
-            write(&mut held, Write::ResetBackendStats(index));
+            writes.push(Write::ResetBackendStats(index));
         }
     }
-    for (backend, index) in next.backends.iter().zip(0..) {
-        let was = now.backends[usize::from(index)];
-        let gains = backend.flags & !was.flags != 0;
-        if *backend != was && (gains || fresh_backends.contains(&index)) {
-            write(&mut held, Write::Backend(index, *backend));
-        }
+    let (gaining, losing): (Vec<_>, Vec<_>) = next
+        .backends
+        .iter()
+        .zip(0..)
+        .filter(|(backend, index)| **backend != now.backends[usize::from(*index)])
+        .partition(|(backend, index)| {
+            let gains = backend.flags & !now.backends[usize::from(*index)].flags != 0;
+            gains || fresh_backends.contains(index)
+        });
+    for (backend, index) in gaining {
+        writes.push(Write::Backend(index, *backend));
     }
 
     // Where replies come from, old and new together.
     for (addr, pod) in &next.pods {
-        if held.pods.get(addr) != Some(pod) {
-            write(&mut held, Write::Pod(*addr, *pod));
+        if now.pods.get(addr) != Some(pod) {
+            writes.push(Write::Pod(*addr, *pod));
         }
     }
+    let mut widened = Vec::new();
     for (key, row) in &next.pod_ports {
-        let row = match now.pod_ports.get(key) {
-            Some(was) => with_former(row, was),
-            None => *row,
-        };
-        if held.pod_ports.get(key) != Some(&row) {
-            write(&mut held, Write::PodPort(*key, Box::new(row)));
+        let was = now.pod_ports.get(key);
+        let both = was.map_or(*row, |was| with_former(row, was));
+        if was != Some(&both) {
+            writes.push(Write::PodPort(*key, Box::new(both)));
+        }
+        if both != *row {
+            widened.push((key, row));
         }
     }
 
     for (prefix, source) in next.sources.difference(&now.sources) {
-        write(&mut held, Write::Source(*prefix, *source));
+        writes.push(Write::Source(*prefix, *source));
     }
 
     // One version counter for all: a torn read of two services cannot end in equal versions.
-    for (key, service) in &next.services {
-        if !now
+    next.version = now.version;
+    for (key, service) in &mut next.services {
+        match now
             .services
             .get(key)
-            .is_some_and(|was| same_service(was, service))
+            .filter(|was| same_service(was, service))
         {
-            let version = held.version.wrapping_add(1);
-            let service = Service {
-                version,
-                version_tail: version,
-                ..*service
-            };
-            write(&mut held, Write::Service(*key, Box::new(service)));
+            Some(was) => *service = *was,
+            None => {
+                next.version = next.version.wrapping_add(1);
+                service.version = next.version;
+                service.version_tail = next.version;
+                writes.push(Write::Service(*key, Box::new(*service)));
+            }
         }
     }
-    for (addr, vip) in &next.vips {
-        if !now.vips.get(addr).is_some_and(|was| same_vip(was, vip)) {
-            write(&mut held, Write::Vip(*addr, Box::new(*vip)));
+    for (addr, vip) in &mut next.vips {
+        match now.vips.get(addr).filter(|was| same_vip(was, vip)) {
+            Some(was) => *vip = *was,
+            None => writes.push(Write::Vip(*addr, Box::new(*vip))),
         }
     }
 
     // Removal in reverse.
     for addr in now.vips.keys().filter(|addr| !next.vips.contains_key(addr)) {
-        write(&mut held, Write::RemoveVip(*addr));
+        writes.push(Write::RemoveVip(*addr));
     }
     for key in now
         .services
         .keys()
         .filter(|key| !next.services.contains_key(key))
     {
-        write(&mut held, Write::RemoveService(*key));
+        writes.push(Write::RemoveService(*key));
     }
     for (prefix, source) in now.sources.difference(&next.sources) {
-        write(&mut held, Write::RemoveSource(*prefix, *source));
+        writes.push(Write::RemoveSource(*prefix, *source));
     }
-    for (backend, index) in next.backends.iter().zip(0..) {
-        if *backend != held.backends[usize::from(index)] {
-            write(&mut held, Write::Backend(index, *backend));
-        }
+    for (backend, index) in losing {
+        writes.push(Write::Backend(index, *backend));
     }
     for key in now
         .pod_ports
         .keys()
         .filter(|key| !next.pod_ports.contains_key(key))
     {
-        write(&mut held, Write::RemovePodPort(*key));
+        writes.push(Write::RemovePodPort(*key));
     }
-    for (key, row) in &next.pod_ports {
-        if held.pod_ports.get(key) != Some(row) {
-            write(&mut held, Write::PodPort(*key, Box::new(*row)));
-        }
+    for (key, row) in widened {
+        writes.push(Write::PodPort(*key, Box::new(*row)));
     }
     for addr in now.pods.keys().filter(|addr| !next.pods.contains_key(addr)) {
-        write(&mut held, Write::RemovePod(*addr));
+        writes.push(Write::RemovePod(*addr));
     }
-    for (info, id) in next.port_info.iter().zip(0..) {
-        if *info != held.port_info[usize::from(id)] {
-            write(&mut held, Write::PortInfo(id, Box::new(*info)));
-        }
+    for (info, id) in other_ports().filter(|(info, _)| info.vip_port.port == 0) {
+        writes.push(Write::PortInfo(id, Box::new(*info)));
     }
     for (slot, uplink) in next.uplinks.iter().enumerate() {
-        if *uplink != held.uplinks[slot] {
-            write(&mut held, Write::Uplink(slot as u32, Box::new(*uplink)));
+        if *uplink != meanwhile(slot, uplink) {
+            writes.push(Write::Uplink(slot as u32, Box::new(*uplink)));
         }
     }
     for mac in now
@@ -1049,10 +1085,10 @@ fn order(
         .keys()
         .filter(|mac| !next.peer_macs.contains_key(mac))
     {
-        write(&mut held, Write::RemovePeerMac(*mac));
+        writes.push(Write::RemovePeerMac(*mac));
     }
-    if next.control != held.control {
-        write(&mut held, Write::Control(Box::new(next.control)));
+    if next.control != control {
+        writes.push(Write::Control(Box::new(next.control)));
     }
     writes
 }
@@ -1170,6 +1206,7 @@ mod tests {
                     check(&self.rows);
                 }
             }
+            assert!(self.rows == plan.rows, "the writes lead to what is planned");
             self.leaving = plan.leaving;
             plan.writes.len()
         }
@@ -1177,9 +1214,8 @@ mod tests {
         fn id(&self, instance: &str) -> Option<(u16, u16)> {
             let rows = self.rows.backends.iter().zip(0..);
             let mut alive = rows.filter(|(row, _)| row.flags & BACKEND_ALIVE != 0);
-            let found = alive.find(|(_, index)| {
-                self.rows.backend_info[usize::from(*index)].instance == to_name(instance)
-            });
+            let found = alive
+                .find(|(_, index)| self.rows.backend_info(*index).instance == to_name(instance));
             found.map(|(row, index)| (index, row.generation))
         }
     }

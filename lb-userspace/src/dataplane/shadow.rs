@@ -123,8 +123,9 @@ pub(super) struct Changes {
 }
 
 impl Changes {
-    /// The kernel's count of ticks during the run, where an entry was given it.
-    pub(super) fn jiffies(&self) -> Option<u64> {
+    /// The lower half of the kernel's count of ticks during the run, where an entry was given it.
+    pub(super) fn ticks(&self) -> Option<u32> {
+        let half = |ticks: Option<u64>| ticks.map(|ticks| ticks as u32);
         let flows = self.flows.iter().map(|(_, change)| {
             let seen = |flow: Option<Flow>| flow.map(|flow| flow.last_seen);
             (seen(change.before), seen(change.after))
@@ -132,17 +133,18 @@ impl Changes {
         let direct = self
             .direct
             .iter()
-            .map(|change| (change.before, change.after));
+            .map(|change| (half(change.before), half(change.after)));
         let shunned = self
             .shunned
             .iter()
-            .map(|change| (change.before, change.after));
+            .map(|change| (half(change.before), half(change.after)));
         flows
             .chain(direct)
             .chain(shunned)
             .filter(|(before, after)| before != after)
             .filter_map(|(_, after)| after)
-            .max()
+            // The latest, also where it has wrapped.
+            .reduce(|a, b| if a.wrapping_sub(b) < 1 << 31 { a } else { b })
     }
 }
 

@@ -437,8 +437,8 @@ impl Tracer {
             slot,
             clock: outcome
                 .changes
-                .jiffies()
-                .map_or_else(Clock::now, |jiffies| Clock::now().with_jiffies(jiffies)),
+                .ticks()
+                .map_or_else(Clock::now, |ticks| Clock::now().with_ticks(ticks)),
         };
         let entries = match direction {
             Direction::In => explained.forward(&headers, &after)?,
@@ -1091,13 +1091,10 @@ impl Explained<'_> {
             ("client_fin", json!(flow.client_fin != 0)),
             ("pod_fin", json!(flow.pod_fin != 0)),
             ("last_ack", json!(flow.last_ack)),
-            (
-                "age_seconds",
-                json!(self.clock.since_boot_time(flow.started)),
-            ),
+            ("age_seconds", json!(self.clock.since_ticks(flow.started))),
             (
                 "idle_seconds",
-                json!(self.clock.since_jiffies(flow.last_seen)),
+                json!(self.clock.since_ticks(flow.last_seen)),
             ),
             (
                 "uplink",

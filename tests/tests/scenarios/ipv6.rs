@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use ironlb_tests::{
-    API_PORT, Agent, Builder, Download, Fleet, IMAGE_PORT, Laboratory, Namespace, Outcome,
+    API_PORT, Agent, Builder, Capture, Download, Fleet, IMAGE_PORT, Laboratory, Namespace, Outcome,
     RPC_PORT, VIP, VIP6, wait_until,
 };
 
@@ -17,6 +17,7 @@ in_both_modes!(
     an_instance_port_of_either_version_reaches_its_instance,
     ports_that_nobody_serves_are_refused_over_ipv6,
     a_download_over_ipv6_outlives_the_agent,
+    a_download_whose_packets_are_longer_than_their_headers_can_say_arrives_unharmed,
     a_host_that_tries_the_vip_as_its_own_address_is_told,
     pods_of_every_node_serve_over_ipv6_and_a_crash_of_the_holder_breaks_no_download,
 );
@@ -115,6 +116,31 @@ fn a_download_over_ipv6_outlives_the_agent(mode: Mode) {
     download
         .finish(&scene.lab.image.sha256)
         .expect("a whole image");
+}
+
+/// BIG TCP, as CNIs turn it on: the length of such a packet is 0 in its header.
+fn a_download_whose_packets_are_longer_than_their_headers_can_say_arrives_unharmed(mode: Mode) {
+    let scene = scene_in(mode, mode.builder().image_mib(64));
+    let pod = &scene.node().pods[0].namespace;
+    pod.ip("link set dev eth0 gso_max_size 180000")
+        .expect("gso_max_size");
+    pod.exec(["ethtool", "-K", "eth0", "tx", "on", "tso", "on"])
+        .expect("offloads");
+    let long = Capture::start(pod, "eth0", "ip6 and greater 66000").expect("capture");
+    let url = format!(
+        "http://[{VIP6}]:{}/images/common.img",
+        scene.node().pods[0].instance_port()
+    );
+    let limit = Duration::from_secs(60);
+    let download = Download::start(&scene.host().namespace, &url, &[], limit).expect("curl");
+    download
+        .finish(&scene.lab.image.sha256)
+        .expect("a whole image");
+    let sent = long.finish().expect("capture");
+    assert!(
+        !sent.is_empty(),
+        "the pod has sent no packet of more than 64 KiB"
+    );
 }
 
 /// RFC 4862 section 5.4: it must not use an address that somebody has.

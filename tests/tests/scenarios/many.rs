@@ -46,6 +46,7 @@ fn short_connections_leave_room_for_more_without_an_agent(mode: Mode) {
         first: 0,
         count: CONNECTIONS,
         limit: Duration::from_secs(240),
+        patience: Load::PATIENCE,
         threads: 8,
     };
     let report = load.run(&scene.host().namespace).expect("load");
@@ -144,6 +145,7 @@ fn a_small_table_loses_no_living_flow_however_many_come(mode: Mode) {
             first: begun,
             count,
             limit: Duration::from_secs(60),
+            patience: Load::PATIENCE,
             threads: THREADS,
         };
         begun += count;

@@ -160,8 +160,20 @@ fn one_client_port_to_two_vip_ports_of_one_pod_makes_two_connections(mode: Mode)
             socket.set_reuse_address(true)?;
             socket.bind(&SocketAddrV4::new(scene.host().address, PORT).into())?;
             socket.set_read_timeout(Some(Duration::from_secs(2)))?;
-            socket.connect_timeout(&target.into(), Duration::from_secs(2))?;
-            Ok(socket)
+            let begin = Instant::now();
+            loop {
+                match socket.connect_timeout(&target.into(), Duration::from_secs(2)) {
+                    // The pod's last acknowledgment of the connection before is still on its way. Less than the 200 ms after
+                    // which the client's FIN would be sent again: the first must have been answered.
+                    Err(error)
+                        if error.kind() == io::ErrorKind::AddrNotAvailable
+                            && begin.elapsed() < Duration::from_millis(150) =>
+                    {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    done => break done.map(|()| socket),
+                }
+            }
         });
         opened.expect("namespace").expect("connect")
     };

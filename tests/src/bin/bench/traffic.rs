@@ -571,6 +571,7 @@ fn connections(bed: &Bed, first: u32) -> Result<LoadReport> {
         first,
         count: u32::MAX,
         limit: CONNECTIONS,
+        patience: Load::PATIENCE,
         threads: CLIENTS,
     };
     let report = load.run(&bed.fleet.lab.hosts[0].namespace)?;
