@@ -180,6 +180,12 @@ impl Host {
         Ok(host)
     }
 
+    /// The other end of a veth, where it is in this network namespace.
+    pub fn other_end(&self, interface: &Interface) -> Option<&Interface> {
+        let index = interface.link.filter(|_| interface.is("veth"))?;
+        self.interfaces.get(&index)
+    }
+
     /// The interface that has this address, and the length of its prefix.
     pub fn owner(&self, address: IpAddr) -> Option<(&Interface, u8)> {
         let found = self.addresses.iter().find(|a| a.address == address)?;

@@ -26,6 +26,7 @@ use super::error::chain;
 use super::pins::Pins;
 use super::{AttachedMode, DataplaneError, Hook, LoadedProgram, Options, maps};
 use crate::desired::Mode;
+use crate::ethtool::{self, Offload};
 use crate::interfaces::{self, Interface};
 
 /// TCX (`bpf_link` for TC programs) came with Linux 6.6, commit e420bed02507.
@@ -70,10 +71,7 @@ impl<'a> Loader<'a> {
         self.loader.override_global(global::UPLINK, slot, true);
         self.loader
             .load(crate::OBJECT)
-            .map_err(|error| DataplaneError::Load {
-                what: "ironlb-bpf",
-                reason: chain(&error),
-            })
+            .map_err(|error| load_error("ironlb-bpf", &error))
     }
 }
 
@@ -110,6 +108,8 @@ pub(super) fn load_program(
 pub(super) struct Target<'a> {
     /// Where programs are attached.
     pub(super) port: &'a Interface,
+    /// The other end of a veth, where that is in this network namespace.
+    pub(super) other_end: Option<&'a Interface>,
     /// Mode of the forward path; `None` for egress alone.
     pub(super) mode: Option<Mode>,
 }
@@ -172,7 +172,7 @@ impl Attacher {
             && known.wanted == target.mode
             && is_intact(known, target.port)?
         {
-            let note = notes(known, target.port)?;
+            let note = notes(known, target)?;
             return Ok((known.mode, note));
         }
         // Its links have pins, so they stay; a link that must go must not be held here.
@@ -191,7 +191,7 @@ impl Attacher {
             attach_tc(pins, &mut object, target.port, Hook::Egress)?,
         );
         if let Some(wanted) = target.mode
-            && let Err(error) = forward(pins, &mut object, target.port, wanted, &mut attached)
+            && let Err(error) = forward(pins, &mut object, target, wanted, &mut attached)
         {
             // What served before goes on; where nothing did, nothing is left.
             drop(attached);
@@ -207,7 +207,7 @@ impl Attacher {
                 remove(pins, hook, ifindex, &target.port.name)?;
             }
         }
-        let note = notes(&attached, target.port)?;
+        let note = notes(&attached, target)?;
         info!(interface = target.port.name, ?mode, note, "attached");
         self.attached.insert(ifindex, attached);
         Ok((mode, note))
@@ -281,6 +281,19 @@ pub(crate) fn unfinished_sums(port: &Interface) -> Option<String> {
     is_virtual.then(|| format!("XDP on a {kind} device would see unfinished checksums"))
 }
 
+/// Why `mode: native` would spoil packets, and what to do, where that can be seen: senders behind the other end of a veth leave
+/// checksums unfinished.
+fn spoils(target: &Target<'_>) -> Option<String> {
+    let peer = &target.other_end?.name;
+    let is_unfinished = ethtool::offload(peer, Offload::TransmitChecksum).is_ok_and(|on| on);
+    is_unfinished.then(|| {
+        format!(
+            "its other end {peer} leaves checksums unfinished, and packets rewritten in XDP would be corrupt: \
+             `ethtool -K {peer} tx off`, or use `mode: tc`"
+        )
+    })
+}
+
 /// Ids and names of the TCX programs on the way in or out, first to last; none before Linux 6.6.
 pub(crate) fn programs_at_tc(
     port: &Interface,
@@ -297,10 +310,20 @@ pub(crate) fn programs_at_tc(
 fn forward(
     pins: &Pins,
     object: &mut Ebpf,
-    port: &Interface,
+    target: &Target<'_>,
     wanted: Mode,
     attached: &mut Attached,
 ) -> Result<(), DataplaneError> {
+    let port = target.port;
+    if wanted == Mode::Native
+        && let Some(reason) = spoils(target)
+    {
+        return Err(DataplaneError::Attach {
+            program: program::XDP,
+            interface: port.name.clone(),
+            reason,
+        });
+    }
     let reason = match (wanted, unfinished_sums(port)) {
         (Mode::Tc, _) => None,
         (Mode::Auto, Some(sums)) => {
@@ -623,13 +646,16 @@ fn is_intact(attached: &Attached, port: &Interface) -> Result<bool, DataplaneErr
 }
 
 /// Why not native, and who runs before us.
-fn notes(attached: &Attached, port: &Interface) -> Result<Option<String>, DataplaneError> {
+fn notes(attached: &Attached, target: &Target<'_>) -> Result<Option<String>, DataplaneError> {
     let mut notes: Vec<String> = attached.reason.clone().into_iter().collect();
+    if attached.mode == AttachedMode::Native {
+        notes.extend(spoils(target));
+    }
     for (hook, id) in &attached.programs {
         if *hook == Hook::Xdp || !has_tcx() {
             continue;
         }
-        let chain = chain_of(port, *hook)?;
+        let chain = chain_of(target.port, *hook)?;
         let before: Vec<_> = chain
             .iter()
             .take_while(|(other, _)| other != id)
@@ -710,11 +736,16 @@ impl HasInfo for SchedClassifier {
     }
 }
 
-fn load_error(what: &'static str, error: &ProgramError) -> DataplaneError {
-    DataplaneError::Load {
-        what,
-        reason: chain(error),
+pub(super) fn load_error(what: &'static str, error: &dyn std::error::Error) -> DataplaneError {
+    let mut reason = chain(error);
+    if let Some(limit) = super::memlock_limit() {
+        reason += &format!(
+            "; maps count as locked memory before Linux {}, of which this process may have {limit} bytes: {}",
+            super::NO_MEMLOCK_SINCE,
+            super::MEMLOCK_REMEDY
+        );
     }
+    DataplaneError::Load { what, reason }
 }
 
 /// An XDP program by name and id, for people.

@@ -25,6 +25,7 @@ use std::time::Duration;
 
 use aya::maps::{Map, MapData, MapError};
 use aya::programs::TcAttachType;
+use aya::util::KernelVersion;
 use lb_common::{
     Addr, BACKEND_ALIVE, Control, MAX_BYPASS_UDP, MODE_NATIVE, MODE_NONE, MODE_TC,
     UPLINK_BYPASS_DROP, UPLINK_FORWARD, UPLINK_TRANSMIT_BY_REDIRECT, Uplink, program, to_name,
@@ -410,6 +411,7 @@ impl Dataplane {
                 held.write_uplink(slot, row)?;
                 let target = Target {
                     port: want.port,
+                    other_end: host.other_end(want.port),
                     mode: want.spec.map(|spec| spec.mode),
                 };
                 let mut load = || {
@@ -811,7 +813,20 @@ where
     maps::pinned(&pins::layout_dir(root), name)
 }
 
-/// Below Linux 5.11 maps count against this limit; where it may not be raised, making them will tell.
+/// Maps count against the cgroup's memory from here on, and no more as locked memory: commit 755e5d55367a.
+pub(crate) const NO_MEMLOCK_SINCE: KernelVersion = KernelVersion::new(5, 11, 0);
+/// What to do about a limit of locked memory.
+pub(crate) const MEMLOCK_REMEDY: &str =
+    "ulimit -l unlimited (LimitMEMLOCK=infinity in a unit), or CAP_SYS_RESOURCE";
+
+/// Where maps count as locked memory: how many bytes of it this process may have, if not all.
+pub(crate) fn memlock_limit() -> Option<u64> {
+    let kernel = KernelVersion::current().ok()?;
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+    limit.filter(|_| kernel < NO_MEMLOCK_SINCE)
+}
+
+/// Where it may not be raised, making maps will tell: [`memlock_limit`].
 fn raise_memlock() {
     let unlimited = rustix::process::Rlimit {
         current: None,

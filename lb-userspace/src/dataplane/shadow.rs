@@ -14,7 +14,7 @@ use aya::programs::{ProgramError, SchedClassifier, TestRun, TestRunOptions, Test
 use aya::{Ebpf, EbpfLoader};
 use lb_common::{Bucket, Flow, FlowKey, Pressure, Reflection, Verdict, global, map, program};
 
-use super::attach::{SLOTS, load_program, typed};
+use super::attach::{SLOTS, load_error, load_program, typed};
 use super::error::chain;
 use super::read::Reader;
 use super::{DataplaneError, Options, maps, pins, ticks_per_second};
@@ -204,10 +204,7 @@ impl Shadow {
         }
         let mut object = loader
             .load(crate::OBJECT)
-            .map_err(|error| DataplaneError::Load {
-                what: "ironlb-bpf",
-                reason: chain(&error),
-            })?;
+            .map_err(|error| load_error("ironlb-bpf", &error))?;
         let tables = Tables {
             living: hash(&mut object, &reader, map::LIVING)?,
             living_reply: hash(&mut object, &reader, map::LIVING_REPLY)?,

@@ -7,12 +7,12 @@ use std::path::Path;
 use aya::util::KernelVersion;
 
 use super::{Check, Finding};
-use crate::dataplane::{self, DataplaneError, FRAGS_SINCE, TCX_SINCE};
+use crate::dataplane::{
+    self, DataplaneError, FRAGS_SINCE, MEMLOCK_REMEDY, NO_MEMLOCK_SINCE, TCX_SINCE,
+};
 
 /// The oldest kernel that has what the programs use.
 const OLDEST: KernelVersion = KernelVersion::new(5, 10, 0);
-/// Maps count against the cgroup's memory from here on, and no more as locked memory: commit 755e5d55367a.
-const NO_MEMLOCK_SINCE: KernelVersion = KernelVersion::new(5, 11, 0);
 
 /// Capabilities by their numbers in `linux/capability.h`.
 const NET_ADMIN: u8 = 12;
@@ -85,10 +85,10 @@ fn judge_kernel(kernel: KernelVersion) -> Finding {
 fn judge_btf(is_there: bool) -> Finding {
     match is_there {
         true => Finding::ok(Check::Btf, "", "the kernel describes its types"),
-        false => Finding::error(
+        false => Finding::warning(
             Check::Btf,
             "",
-            "/sys/kernel/btf/vmlinux is not there: the programs cannot be fitted to this kernel",
+            "/sys/kernel/btf/vmlinux is not there: ironlb serves without, other tools such as bpftrace need it",
             "boot a kernel with CONFIG_DEBUG_INFO_BTF=y; in a container, mount /sys",
         ),
     }
@@ -203,9 +203,7 @@ fn judge_memlock(kernel: KernelVersion, limit: Option<u64>, may_raise: bool) -> 
             let found = format!(
                 "maps count as locked memory before Linux 5.11: {limit} bytes are not enough, and may not be raised"
             );
-            let remedy =
-                "ulimit -l unlimited (LimitMEMLOCK=infinity in a unit), or CAP_SYS_RESOURCE";
-            return Finding::error(Check::Memlock, "", found, remedy);
+            return Finding::error(Check::Memlock, "", found, MEMLOCK_REMEDY);
         }
     };
     Finding::ok(Check::Memlock, "", found)
@@ -297,6 +295,6 @@ mod tests {
         );
         assert_eq!(judge_bpffs(root, Ok(()), None).status, Status::Ok);
         assert_eq!(judge_bpffs(root, Ok(()), Some(1000)).status, Status::Error);
-        assert_eq!(judge_btf(false).status, Status::Error);
+        assert_eq!(judge_btf(false).status, Status::Warning);
     }
 }

@@ -143,8 +143,6 @@ fn gather(
         others.extend(strange.map(|(id, _)| (hook, *id)));
     }
     let offload = |interface: &str, offload| ethtool::offload(interface, offload).ok();
-    let other_end = interface.link.filter(|_| interface.is("veth"));
-    let other_end = other_end.and_then(|index| host.interfaces.get(&index));
     Port {
         interface: interface.clone(),
         device: device.clone(),
@@ -162,7 +160,7 @@ fn gather(
         offloads: Offloads {
             lro: offload(&interface.name, Offload::Lro),
             receive_vlan: offload(&interface.name, Offload::ReceiveVlan),
-            peer: other_end.map(|peer| {
+            peer: host.other_end(interface).map(|peer| {
                 (
                     peer.name.clone(),
                     offload(&peer.name, Offload::TransmitChecksum),
@@ -388,7 +386,7 @@ fn judge_offloads(port: &Port) -> Vec<Finding> {
     match &port.offloads.peer {
         Some((peer, tx, gro)) => {
             if *tx == Some(true) {
-                findings.push(Finding::warning(
+                findings.push(Finding::error(
                     check,
                     name,
                     format!("its other end {peer} leaves checksums unfinished: packets rewritten in XDP are corrupt"),

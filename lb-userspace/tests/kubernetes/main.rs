@@ -70,12 +70,13 @@ fn slice(name: &str, pods: &[(&str, u8)]) -> Value {
     })
 }
 
-/// A pod of metal3 on node-a; returns its UID.
-async fn pod(server: &Server, name: &str) -> String {
+/// A pod of metal3 on node-a, whose container has those ports; returns its UID.
+async fn pod(server: &Server, name: &str, ports: Value) -> String {
+    let container = json!({"name": "ironic", "image": "ironic", "ports": ports});
     let pod = server
         .apply(json!({
             "apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "metal3", "name": name},
-            "spec": {"nodeName": "node-a", "containers": [{"name": "ironic", "image": "ironic"}]},
+            "spec": {"nodeName": "node-a", "containers": [container]},
         }))
         .await;
     pod.metadata.uid.expect("a UID")
@@ -250,7 +251,7 @@ async fn slots_are_written_once_and_outlive_agents_and_pods() {
     let client = server.admin();
     let mut uids = BTreeMap::new();
     for name in ["ironic-a", "ironic-b", "ironic-c"] {
-        uids.insert(name, pod(&server, name).await);
+        uids.insert(name, pod(&server, name, json!([])).await);
     }
     let pods = |pods: &[(&str, u8)]| {
         let mut slice = slice("a", pods);
@@ -526,6 +527,48 @@ async fn who_may_not_have_what_it_asks_for_is_told_once_whoever_writes() {
             "ironlb-writer"
         ]
     );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_port_that_would_catch_a_vips_traffic_is_told_by_an_event() {
+    let Some(server) = Server::start().await else {
+        return;
+    };
+    let client = server.admin();
+    let ports = json!([
+        {"containerPort": 6180, "hostPort": 6180},
+        {"containerPort": 6385, "hostPort": 16385},
+    ]);
+    let uid = pod(&server, "ironic-0", ports).await;
+    server
+        .apply(service("metal3/ironic", asks(VIP), json!({})))
+        .await;
+    let mut slice = slice("a", &[("ironic-0", 10)]);
+    slice["endpoints"][0]["targetRef"]["uid"] = json!(uid);
+    server.apply(slice).await;
+    let mut node = Node::start(&server, "node-a", CONFIG, Maps::Written).await;
+    let served = Some(vec!["ironic-0".to_owned()]);
+    node.holds("the pod", |tables| leads_to(tables, VIP, 6180) == served)
+        .await;
+    let begun = Instant::now();
+    let told = loop {
+        let told = events(&client, "metal3/ironic").await;
+        if !told.is_empty() {
+            break told;
+        }
+        assert!(begun.elapsed() < PATIENCE, "no Event");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    };
+    let told: Vec<_> = told.into_keys().collect();
+    let [(reason, note)] = &told[..] else {
+        panic!("one Event: {told:?}");
+    };
+    assert_eq!(reason, "HostPortClash");
+    assert!(
+        note.contains("hostPort 6180,") && note.ends_with("remove the hostPort"),
+        "{note}"
+    );
+    node.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -14,7 +14,7 @@ use object::write::{Object, Symbol, SymbolSection};
 use object::{
     Architecture, BinaryFormat, Endianness, SectionKind, SymbolFlags, SymbolKind, SymbolScope,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::scene::{Mode, Scene, assert_silent, get, in_both_modes};
 
@@ -208,8 +208,8 @@ pub fn attach_xdp(namespace: &Namespace) -> Ebpf {
 }
 
 /// Id of the XDP program on `eth1`, or null.
-fn xdp_on(namespace: &Namespace) -> Value {
-    let shown = namespace.exec(["ip", "-j", "link", "show", "dev", "eth1"]);
+fn xdp_on(namespace: &Namespace, interface: &str) -> Value {
+    let shown = namespace.exec(["ip", "-j", "link", "show", "dev", interface]);
     let shown: Value = serde_json::from_str(&shown.expect("ip")).expect("JSON");
     shown[0]["xdp"]["prog"]["id"].clone()
 }
@@ -223,7 +223,7 @@ fn a_link_that_takes_no_update_is_made_anew_and_the_gap_is_told() {
     let (ifindex, _) = node.namespace.interface("eth1").expect("eth1");
     let pin = node.maps().path("links").join(format!("xdp-{ifindex}"));
     std::fs::remove_file(&pin).expect("our link's pin");
-    let gone = || Ok(xdp_on(&node.namespace).is_null());
+    let gone = || Ok(xdp_on(&node.namespace, "eth1").is_null());
     wait_until("our link has ended", Duration::from_secs(5), gone).expect("no program");
 
     // A loader that does not know the section gives its program no attach type; it attaches by netlink.
@@ -236,7 +236,7 @@ fn a_link_that_takes_no_update_is_made_anew_and_the_gap_is_told() {
         node.namespace.exec(words.iter().chain(what)).expect("ip");
     };
     set(&by_netlink);
-    let id = xdp_on(&node.namespace);
+    let id = xdp_on(&node.namespace, "eth1");
     let programs = loaded_programs().filter_map(Result::ok);
     let mut ours = programs.filter(|program| id == program.id());
     let info = ours.next().expect("the program");
@@ -249,7 +249,7 @@ fn a_link_that_takes_no_update_is_made_anew_and_the_gap_is_told() {
     });
     let link = FdLink::try_from(link.expect("namespace").expect("attach")).expect("a link");
     drop(link.pin(&pin).expect("pin"));
-    assert_eq!(xdp_on(&node.namespace), id);
+    assert_eq!(xdp_on(&node.namespace, "eth1"), id);
 
     scene.agent = Agent::launch(scene.node()).expect("agent");
     let said = scene.agent.process.log().expect("log");
@@ -258,9 +258,19 @@ fn a_link_that_takes_no_update_is_made_anew_and_the_gap_is_told() {
     }
     let gap = said.lines().find(|line| line.contains("gap="));
     println!("{}", gap.unwrap_or_default());
-    let now = xdp_on(&scene.node().namespace);
+    let now = xdp_on(&scene.node().namespace, "eth1");
     assert!(now.is_u64() && now != id, "{now}");
     get(&scene.host().namespace, VIP, API_PORT, "/").expect("it serves");
+}
+
+/// What an agent says that gives up.
+fn refusal(agent: &mut Agent) -> String {
+    wait_until("the agent gives up", Duration::from_secs(60), || {
+        Ok(!agent.process.running()?)
+    })
+    .expect("refusal");
+    assert!(!agent.process.wait().expect("status").success());
+    agent.process.log().expect("log")
 }
 
 #[test]
@@ -268,19 +278,14 @@ fn a_foreign_xdp_program_is_named_and_stays() {
     let lab = Mode::Native.builder().build().expect("laboratory");
     let node = &lab.nodes[0];
     let _foreign = attach_xdp(&node.namespace);
-    let on_the_interface = || xdp_on(&node.namespace);
+    let on_the_interface = || xdp_on(&node.namespace, "eth1");
     let id = on_the_interface();
     assert!(id.is_u64(), "the foreign program is not attached");
 
     node.write_config(&lab.config("native"))
         .expect("configuration");
     let mut native = Agent::spawn(node).expect("agent");
-    wait_until("native gives up", Duration::from_secs(60), || {
-        Ok(!native.process.running()?)
-    })
-    .expect("refusal");
-    assert!(!native.process.wait().expect("status").success());
-    let said = native.process.log().expect("log");
+    let said = refusal(&mut native);
     assert!(
         said.contains("foreign") && said.contains(&id.to_string()),
         "{said}"
@@ -295,4 +300,33 @@ fn a_foreign_xdp_program_is_named_and_stays() {
         said.contains("foreign") && said.contains(&id.to_string()),
         "{said}"
     );
+}
+
+/// Senders on this node itself, behind a veth whose other end is here.
+#[test]
+fn native_is_refused_where_checksums_arrive_unfinished() {
+    let lab = Mode::Native.builder().build().expect("laboratory");
+    let node = &lab.nodes[0];
+    node.namespace
+        .ip("link add own0 type veth peer name own1\n\
+             link set own0 up\n\
+             link set own1 up")
+        .expect("veth");
+    let mut config = lab.config("native");
+    config["uplinks"] = json!([{"name": "own0", "mode": "native"}]);
+    node.write_config(&config).expect("configuration");
+    let mut agent = Agent::spawn(node).expect("agent");
+    let said = refusal(&mut agent);
+    assert!(
+        said.contains("cannot attach `ironlb_xdp` to own0")
+            && said.contains("`ethtool -K own1 tx off`"),
+        "{said}"
+    );
+    assert!(xdp_on(&node.namespace, "own0").is_null());
+    assert!(!node.bpffs.exists(), "pins are left");
+
+    let remedy = ["ethtool", "-K", "own1", "tx", "off", "gro", "on"];
+    node.namespace.exec(remedy).expect("ethtool");
+    let _agent = Agent::launch(node).expect("it serves natively");
+    assert!(xdp_on(&node.namespace, "own0").is_u64());
 }

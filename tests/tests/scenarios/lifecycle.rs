@@ -1,12 +1,16 @@
 //! One agent per pin root, and an end that leaves nothing.
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::time::Duration;
 
 use ironlb_tests::{API_PORT, Agent, KernelObjects, VIP, wait_until};
 
 use crate::scene::{Mode, Scene, get, in_both_modes};
 
-in_both_modes!(a_second_agent_is_refused_and_unload_leaves_nothing);
+in_both_modes!(
+    a_second_agent_is_refused_and_unload_leaves_nothing,
+    an_agent_that_cannot_see_the_kernels_types_serves,
+);
 
 fn a_second_agent_is_refused_and_unload_leaves_nothing(mode: Mode) {
     let mut scene = Scene::new(mode);
@@ -44,6 +48,30 @@ fn a_second_agent_is_refused_and_unload_leaves_nothing(mode: Mode) {
         .node()
         .ironlb(&["unload"])
         .expect("unload once more is no error");
+}
+
+/// As on a kernel without BTF of its own, and in a container without /sys.
+fn an_agent_that_cannot_see_the_kernels_types_serves(mode: Mode) {
+    let lab = mode.builder().build().expect("laboratory");
+    let node = &lab.nodes[0];
+    node.write_config(&lab.config(mode.name()))
+        .expect("configuration");
+    let blind = node.config.with_extension("blind");
+    let ironlb = ironlb_tests::ironlb().expect("ironlb");
+    let script = format!(
+        "#!/bin/sh\n\
+         exec unshare --mount sh -ec '\
+         mount -t tmpfs tmpfs /sys/kernel/btf; test ! -e /sys/kernel/btf/vmlinux; exec \"$@\"' \
+         sh {} \"$@\"\n",
+        ironlb.display()
+    );
+    std::fs::write(&blind, script).expect("script");
+    let executable = std::fs::Permissions::from_mode(0o700);
+    std::fs::set_permissions(&blind, executable).expect("permissions");
+    let mut agent = Agent::spawn_binary(node, &blind).expect("agent");
+    agent.wait_until_ready(node).expect("ready");
+    get(&lab.hosts[0].namespace, VIP, API_PORT, "/").expect("an answer");
+    std::fs::remove_file(&blind).expect("the script");
 }
 
 /// Neither an agent that is killed nor one that ends in peace leaves a mount, or needs another one.

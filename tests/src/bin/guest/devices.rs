@@ -18,7 +18,7 @@ const NICS: [&str; 2] = ["52:54:00:00:00:00", "52:54:00:00:00:01"];
 
 /// A row of each.
 pub fn rows(kernel: KernelVersion, reporter: &mut Reporter) {
-    reporter.step("VLAN device", || {
+    reporter.step("a VLAN device is served at TC, and why is said", || {
         let mut lab = laboratory()?;
         let host = &lab.hosts[0].namespace;
         for (namespace, parent, last) in
@@ -30,7 +30,7 @@ pub fn rows(kernel: KernelVersion, reporter: &mut Reporter) {
         lab.nodes[0].uplink = "eth1.7";
         serves(kernel, &lab, "tc", Some(NO_XDP))
     });
-    reporter.step("bond", || {
+    reporter.step("a bond is served natively", || {
         let mut lab = laboratory()?;
         bond(&lab.nodes[0].namespace)?;
         lab.nodes[0].uplink = "bond0";
@@ -41,12 +41,15 @@ pub fn rows(kernel: KernelVersion, reporter: &mut Reporter) {
         drop(napi);
         served
     });
-    reporter.step("slave of a bond", || {
-        let lab = laboratory()?;
-        bond(&lab.nodes[0].namespace)?;
-        refused(&lab)
-    });
-    reporter.step("team device", || {
+    reporter.step(
+        "a slave of a bond is refused, and the bond is named",
+        || {
+            let lab = laboratory()?;
+            bond(&lab.nodes[0].namespace)?;
+            refused(&lab)
+        },
+    );
+    reporter.step("a team device is served at TC, and why is said", || {
         let mut lab = laboratory()?;
         let node = &lab.nodes[0].namespace;
         node.ip("link add team0 type team")?;
@@ -55,7 +58,7 @@ pub fn rows(kernel: KernelVersion, reporter: &mut Reporter) {
         lab.nodes[0].uplink = "team0";
         serves(kernel, &lab, "tc", Some(NO_XDP))
     });
-    reporter.step("virtio_net", || {
+    reporter.step("virtio_net is served natively", || {
         let mut lab = laboratory()?;
         let host = &lab.hosts[0].namespace;
         let node = &lab.nodes[0].namespace;

@@ -3,6 +3,7 @@
 //! a JSON object a line. A step that fails does not keep the others from running.
 
 mod devices;
+mod limits;
 mod paths;
 mod programs;
 
@@ -104,6 +105,9 @@ fn run(reporter: &mut Reporter) -> Result<()> {
     for mode in ["native", "tc"] {
         reporter.step(&format!("{mode} on veth"), || paths::serve(kernel, mode));
     }
+    reporter.step("a limit of locked memory is lifted or told", || {
+        limits::memlock(kernel)
+    });
     let words = fs::read_to_string("/proc/cmdline").context("read /proc/cmdline")?;
     if words.split_whitespace().any(|word| word == DEVICES) {
         devices::rows(kernel, reporter);
