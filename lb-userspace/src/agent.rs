@@ -142,9 +142,20 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         let control = former.and_then(|maps| maps.control());
         let serves = control.is_ok_and(|control| control.synced_seconds.is_some());
         let mut dataplane = Dataplane::open(&options.dataplane)?;
+        // What served before goes on; a start from nothing leaves nothing.
+        let give_up = |dataplane: Dataplane| match first {
+            true => dataplane.detach(),
+            false => Ok(()),
+        };
         let observed = Arc::new(Observed::new());
         let root = &options.dataplane.bpffs;
-        let recorder = Recorder::start(root, options.state_dir, Arc::clone(&observed))?;
+        let recorder = match Recorder::start(root, options.state_dir, Arc::clone(&observed)) {
+            Ok(recorder) => recorder,
+            Err(error) => {
+                give_up(dataplane)?;
+                return Err(error.into());
+            }
+        };
         dataplane.tell_of_endings(recorder.teller());
         if let Some(http) = options.http {
             tokio::spawn(http::serve(http, Arc::clone(&observed), options.log));
@@ -159,17 +170,14 @@ pub fn run(options: Options) -> Result<(), AgentError> {
                 state = source.first() => state,
                 () = signals.end() => {
                     info!("{ENDED_EARLY}");
-                    return Ok(());
+                    return Ok(give_up(dataplane)?);
                 }
             },
         };
         let mut agent = Agent::new(dataplane, state, observed, options.node);
         agent.waits = waits;
         if let Err(error) = agent.start() {
-            if first {
-                // What served before goes on; a start from nothing leaves nothing.
-                agent.dataplane.detach()?;
-            }
+            give_up(agent.dataplane)?;
             return Err(error.into());
         }
         agent.meet(options.dataplane.bpffs.clone())?;

@@ -304,14 +304,30 @@ struct Wanted<'a> {
 }
 
 impl Dataplane {
-    /// Takes the lock, checks what is pinned and makes what is missing. Attaches nothing.
+    /// Takes the lock, checks what is pinned and makes what is missing. Attaches nothing. Where nothing was pinned and
+    /// this fails, nothing is.
     pub fn open(options: &Options) -> Result<Self, DataplaneError> {
         raise_memlock();
-        let pins = Pins::open(&options.bpffs)?;
+        let root = &options.bpffs;
+        let is_first = layouts(root)?.is_empty();
+        let pins = Pins::open(root)?;
         let ticks = ticks_per_second();
-        let former = Former::find(&options.bpffs)?;
+        let open = || {
+            let former = Former::find(root)?;
+            let held = Held::open(&pins, options, ticks, former.as_ref())?;
+            Ok((held, former))
+        };
+        let (held, former) = match open() {
+            Ok(open) => open,
+            Err(error) => {
+                if is_first && let Err(error) = pins::remove_all(root, Some(pins)) {
+                    warn!("what was begun stays pinned, and `ironlb unload` removes it: {error}");
+                }
+                return Err(error);
+            }
+        };
         Ok(Self {
-            held: Held::open(&pins, options, ticks, former.as_ref())?,
+            held,
             former,
             options: options.clone(),
             pins,

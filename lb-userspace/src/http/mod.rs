@@ -37,6 +37,7 @@ use tracing::{debug, info, warn};
 
 use crate::dataplane::read::Reader;
 use crate::interfaces;
+use crate::memory;
 use crate::observed::{Observed, Readiness};
 use guard::Guard;
 
@@ -55,6 +56,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const LIFETIME: Duration = Duration::from_secs(300);
 /// How soon to try again to listen.
 const LISTEN_AGAIN: Duration = Duration::from_secs(5);
+/// A text of so many bytes has taken memory worth giving back.
+const LARGE_SCRAPE: usize = 1 << 20;
 /// Bytes of a filter at most.
 const FILTER_LENGTH: usize = 4096;
 
@@ -225,18 +228,16 @@ impl Server {
             return text(StatusCode::INTERNAL_SERVER_ERROR, "shutting down\n");
         };
         let bpffs = self.bpffs.clone();
-        let views =
-            tokio::task::spawn_blocking(move || metrics::Views::read(&Reader::open(&bpffs)?));
-        let rendered = match views.await {
-            Ok(Ok(views)) => {
-                let snapshot = self.observed.snapshot();
-                metrics::render(views, snapshot, &self.observed.measured)
-                    .map_err(|error| error.to_string())
+        let observed = Arc::clone(&self.observed);
+        let rendered = tokio::task::spawn_blocking(move || {
+            let views = metrics::Views::read(&Reader::open(&bpffs)?)?;
+            let body = metrics::render(views, observed.snapshot(), &observed.measured)?;
+            if body.len() > LARGE_SCRAPE {
+                memory::give_back();
             }
-            Ok(Err(error)) => Err(error.to_string()),
-            Err(error) => Err(error.to_string()),
-        };
-        match rendered {
+            anyhow::Ok(body)
+        });
+        match rendered.await.map_err(Into::into).flatten() {
             Ok(body) => with_type(StatusCode::OK, metrics::CONTENT_TYPE, body),
             Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
         }

@@ -1,9 +1,11 @@
 //! One agent per pin root, and an end that leaves nothing.
 
 use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
 use std::time::Duration;
 
-use ironlb_tests::{API_PORT, Agent, KernelObjects, VIP, wait_until};
+use ironlb_tests::{API_PORT, Agent, KernelObjects, Node, VIP, wait_until};
+use serde_json::{Value, json};
 
 use crate::scene::{Mode, Scene, get, in_both_modes};
 
@@ -50,28 +52,64 @@ fn a_second_agent_is_refused_and_unload_leaves_nothing(mode: Mode) {
         .expect("unload once more is no error");
 }
 
+/// A program that starts `ironlb` by a line of shell, in which `"$@"` is its whole command.
+fn launcher(node: &Node, line: &str) -> PathBuf {
+    let path = node.config.with_extension("sh");
+    let ironlb = ironlb_tests::ironlb().expect("ironlb").display();
+    let script = format!("#!/bin/sh\nset -e -- {ironlb} \"$@\"\n{line}\n");
+    std::fs::write(&path, script).expect("script");
+    let executable = std::fs::Permissions::from_mode(0o700);
+    std::fs::set_permissions(&path, executable).expect("permissions");
+    path
+}
+
 /// As on a kernel without BTF of its own, and in a container without /sys.
 fn an_agent_that_cannot_see_the_kernels_types_serves(mode: Mode) {
     let lab = mode.builder().build().expect("laboratory");
     let node = &lab.nodes[0];
     node.write_config(&lab.config(mode.name()))
         .expect("configuration");
-    let blind = node.config.with_extension("blind");
-    let ironlb = ironlb_tests::ironlb().expect("ironlb");
-    let script = format!(
-        "#!/bin/sh\n\
-         exec unshare --mount sh -ec '\
-         mount -t tmpfs tmpfs /sys/kernel/btf; test ! -e /sys/kernel/btf/vmlinux; exec \"$@\"' \
-         sh {} \"$@\"\n",
-        ironlb.display()
+    let blind = launcher(
+        node,
+        "exec unshare --mount sh -ec '\
+         mount -t tmpfs tmpfs /sys/kernel/btf; test ! -e /sys/kernel/btf/vmlinux; exec \"$@\"' sh \"$@\"",
     );
-    std::fs::write(&blind, script).expect("script");
-    let executable = std::fs::Permissions::from_mode(0o700);
-    std::fs::set_permissions(&blind, executable).expect("permissions");
     let mut agent = Agent::spawn_binary(node, &blind).expect("agent");
     agent.wait_until_ready(node).expect("ready");
     get(&lab.hosts[0].namespace, VIP, API_PORT, "/").expect("an answer");
-    std::fs::remove_file(&blind).expect("the script");
+}
+
+/// It has made its maps and waits for an API that never answers.
+#[test]
+fn an_agent_that_ends_before_it_knows_what_to_serve_leaves_nothing() {
+    let lab = Mode::Tc.builder().build().expect("laboratory");
+    let node = &lab.nodes[0];
+    let uplinks = json!([{"name": "eth1", "mode": "tc"}]);
+    let vips = json!([{"address": VIP, "namespaces": ["metal3"]}]);
+    let config = json!({"apiVersion": "ironlb.dev/v1", "uplinks": uplinks, "vips": vips});
+    node.write_config(&config).expect("configuration");
+    let kubeconfig = node.config.with_extension("kubeconfig");
+    let named = |what: &str, is: Value| json!([{"name": "none", what: is}]);
+    let api = json!({
+        "apiVersion": "v1", "kind": "Config", "current-context": "none",
+        "clusters": named("cluster", json!({"server": "https://127.0.0.1:1"})),
+        "users": named("user", json!({"token": "none"})),
+        "contexts": named("context", json!({"cluster": "none", "user": "none"})),
+    });
+    std::fs::write(&kubeconfig, api.to_string()).expect("kubeconfig");
+    let line = format!(
+        "exec env KUBECONFIG={} \"$@\" --kubernetes --run-dir {}",
+        kubeconfig.display(),
+        node.state_dir().display()
+    );
+    let mut agent = Agent::spawn_binary(node, &launcher(node, &line)).expect("agent");
+    let made = || Ok(node.maps().path("services").exists());
+    wait_until("maps are there", Duration::from_secs(60), made)
+        .unwrap_or_else(|error| panic!("{error:#}: {:?}", agent.process.log()));
+    agent.stop().expect("stop");
+    let log = agent.process.log().expect("log");
+    assert!(agent.process.wait().expect("status").success(), "{log}");
+    assert!(!node.bpffs.exists(), "pins are left: {log}");
 }
 
 /// Neither an agent that is killed nor one that ends in peace leaves a mount, or needs another one.
