@@ -77,6 +77,14 @@ impl Node {
         run(&format!("ip -n {} {arguments}", self.name));
     }
 
+    /// As senders on a wire do: native XDP is refused where it can be seen that they do not.
+    fn sends_whole_checksums(&self, interface: &str) {
+        let name = &self.name;
+        run(&format!(
+            "nsenter --net=/run/netns/{name} ethtool -K {interface} tx off"
+        ));
+    }
+
     fn options(&self) -> Options {
         Options {
             bpffs: self.bpffs.clone(),
@@ -295,6 +303,7 @@ fn what_cannot_be_native_gets_the_remedy_and_nothing_stays_attached() {
     node.ip("link add link up0 name mac0 type macvlan mode bridge");
     // As many receive queues as the other end sends with are wanted.
     node.ip("link add many0 numtxqueues 4 numrxqueues 4 type veth peer name few0 numrxqueues 1");
+    node.sends_whole_checksums("many0");
     for (name, remedy) in [
         ("mac0", "its driver has no XDP"),
         ("few0", "ethtool -L few0 combined N"),
@@ -698,6 +707,7 @@ fn a_mac_change_and_a_new_interface_of_the_same_name_are_followed() {
         assert_eq!(applied.vips_without_uplink, [ip("172.22.0.2")]);
 
         node.ip("link add up0 type veth peer name wire1");
+        node.sends_whole_checksums("wire1");
         node.ip("addr add 172.22.0.11/24 dev up0");
         dataplane.attach(&uplinks, &tables).expect("attaches");
         dataplane.apply(&tables).expect("applies");
@@ -764,6 +774,7 @@ fn a_default_route_elsewhere_carries_replies_only() {
 fn an_uplink_that_leaves_the_configuration_is_detached() {
     let node = Node::new("leave");
     node.ip("link add up1 type veth peer name wire1");
+    node.sends_whole_checksums("wire1");
     let tables = tables(&[]);
     serve(
         &node,

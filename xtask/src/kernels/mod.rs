@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
+use comfy_table::{Table, presets::ASCII_MARKDOWN};
 
 use crate::exec::{elapsed, stage, target_directory};
 use crate::{laboratory, setup};
@@ -142,26 +143,23 @@ fn directory() -> Result<PathBuf> {
 
 /// Prints the table and what failed.
 fn summary(reports: &[guest::Report]) -> Result<()> {
-    let header = ["KERNEL", "PROGRAM", "VERIFIED INSTRUCTIONS"].map(str::to_owned);
-    let mut rows = vec![header];
+    let table = |header: [&str; 3]| {
+        let mut table = Table::new();
+        table.load_style(ASCII_MARKDOWN).set_header(header);
+        table
+    };
+    let mut programs = table(["kernel", "program", "verified instructions"]);
+    let mut steps = table(["kernel", "step", "result"]);
     for report in reports {
         for program in &report.programs {
-            rows.push([
-                report.release.clone(),
-                program.name.clone(),
-                program.said.clone(),
-            ]);
+            programs.add_row([&report.release, &program.name, &program.said]);
         }
-    }
-    println!("\n{}", columns(&rows));
-    let mut rows = vec![["KERNEL", "STEP", "RESULT"].map(str::to_owned)];
-    for report in reports {
         for (name, said) in &report.steps {
             let first = said.lines().next().unwrap_or_default();
-            rows.push([report.release.clone(), name.clone(), first.to_owned()]);
+            steps.add_row([&report.release, name.as_str(), first]);
         }
     }
-    println!("{}", columns(&rows));
+    println!("\n{programs}\n\n{steps}\n");
     let mut failed = Vec::new();
     for report in reports.iter().filter(|report| !report.failures.is_empty()) {
         for failure in &report.failures {
@@ -176,12 +174,4 @@ fn summary(reports: &[guest::Report]) -> Result<()> {
         );
     }
     Ok(())
-}
-
-/// Rows as columns.
-fn columns(rows: &[[String; 3]]) -> String {
-    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
-    let (first, second) = (width(0), width(1));
-    let line = |[a, b, c]: &[String; 3]| format!("{a:first$}  {b:second$}  {c}\n");
-    rows.iter().map(line).collect()
 }
