@@ -34,7 +34,7 @@ fn a_bridge_port_serves_in_spite_of_invalid_drop_and_strict_rp_filter(mode: Mode
         get(client, VIP, pod.instance_port(), &pod.own_path()).expect("own file");
     }
     get(&scene.lab.bmc.namespace, VIP, API_PORT, "/").expect("answer");
-    let download = scene.download(IMAGE_PORT, Image::URL_PATH, &[]);
+    let download = scene.download(IMAGE_PORT, Image::URL_PATH);
     download.finish(&scene.lab.image.sha256).expect("download");
     let refused = connect(
         &scene.host().namespace,

@@ -33,15 +33,14 @@ const PACED: &str = "/images/common.img?rate=8m";
 fn a_big_download_arrives_unharmed(mode: Mode) {
     let scene = Scene::with(mode, mode.builder().image_mib(256), |_| {});
     let sha256 = &scene.lab.image.sha256;
-    let download = scene.download(IMAGE_PORT, Image::URL_PATH, &[]);
+    let download = scene.download(IMAGE_PORT, Image::URL_PATH);
     download.finish(sha256).expect("download");
 }
 
 fn a_download_outlives_reloads_good_and_bad(mode: Mode) {
     let scene = Scene::with(mode, mode.builder().image_mib(32), |_| {});
     let client = &scene.host().namespace;
-    let mut download = scene.download(IMAGE_PORT, PACED, &[]);
-    std::thread::sleep(Duration::from_millis(300));
+    let mut download = scene.living_download(IMAGE_PORT, PACED);
     let instance = &scene.node().pods[1];
 
     let mut moved = scene.config.clone();
@@ -92,7 +91,7 @@ fn a_download_and_new_connections_outlive_the_agent(mode: Mode) {
     // Longer than a start of the agent on a busy machine.
     let mut scene = Scene::with(mode, mode.builder().image_mib(64), |_| {});
     let before = scene.maps().kernel_objects().expect("objects");
-    let download = scene.download(IMAGE_PORT, PACED, &[]);
+    let download = scene.living_download(IMAGE_PORT, PACED);
     let after = replace_agent(&mut scene, 0, |_| ());
     assert_eq!(before.maps, after.maps, "maps were made anew");
     assert_same_links(&before, &after);
@@ -162,13 +161,8 @@ fn outlive_layout(mode: Mode, version: u32) {
     const SECOND: u64 = 1_000_000_000;
     let mut scene = Scene::with(mode, mode.builder().image_mib(64), |_| {});
     let before = scene.maps().kernel_objects().expect("objects");
-    let download = scene.download(IMAGE_PORT, PACED, &[]);
-    let mut living = Vec::new();
-    wait_until("the download lives", Duration::from_secs(5), || {
-        living = scene.maps().living(map::LIVING)?;
-        Ok(!living.is_empty())
-    })
-    .expect("an entry");
+    let download = scene.living_download(IMAGE_PORT, PACED);
+    let living = scene.maps().living(map::LIVING).expect("flows");
     let key = living[0].0;
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     let up = now.tv_sec.cast_unsigned();

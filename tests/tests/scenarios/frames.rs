@@ -125,10 +125,9 @@ fn jumbo_frames_arrive_both_ways_and_a_change_of_the_mtu_harms_nobody(mode: Mode
 
     // Two that see the changes.
     let paced = "/images/common.img?rate=4m";
-    let mut large = scene.download(IMAGE_PORT, paced, &[]);
-    std::thread::sleep(Duration::from_millis(500));
+    let mut large = scene.living_download(IMAGE_PORT, paced);
     set_mtu(&scene.lab, USUAL);
-    let mut small = scene.download(IMAGE_PORT, paced, &[]);
+    let mut small = scene.living_download(IMAGE_PORT, paced);
     segment(USUAL);
     set_mtu(&scene.lab, JUMBO);
     segment(JUMBO);

@@ -15,8 +15,7 @@ fn a_lost_reply_entry_is_made_again_in_full_flow_and_after_a_pause(mode: Mode) {
     let scene = Scene::with(mode, mode.builder().image_mib(32), |_| {});
     let pod = &scene.node().pods[0];
     let wire = Capture::start(&scene.lab.switch, "node0", "net 10.244.0.0/16").expect("capture");
-    let download = scene.download(pod.instance_port(), "/images/common.img?rate=8m", &[]);
-    std::thread::sleep(Duration::from_millis(500));
+    let download = scene.living_download(pod.instance_port(), "/images/common.img?rate=8m");
 
     let lose = || {
         let living = scene.maps().living(map::LIVING_REPLY).expect("flows");

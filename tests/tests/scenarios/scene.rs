@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use ironlb_tests::{
     API_PORT, Agent, Answer, ArpWatch, Attempt, Builder, Download, Fleet, Host, Laboratory, Maps,
-    Namespace, Neighbour, Node, Pod, Prober, Turn, VIP, turns,
+    Namespace, Neighbour, Node, Pod, Prober, Turn, VIP, turns, wait_until,
 };
+use lb_common::map;
 use lb_common::verdict::Verdict;
 use serde_json::Value;
 
@@ -84,16 +85,28 @@ impl Scene {
     }
 
     /// Starts to download `path` from `port` of the VIP.
-    pub fn download(&self, port: u16, path: &str, options: &[&str]) -> Download {
-        download(&self.lab, port, path, options)
+    pub fn download(&self, port: u16, path: &str) -> Download {
+        download(&self.lab, port, path)
+    }
+
+    /// As [`Scene::download`] of something that lasts, once it is a living flow: what is done next meets it.
+    pub fn living_download(&self, port: u16, path: &str) -> Download {
+        let living = || Ok::<_, anyhow::Error>(self.maps().living(map::LIVING)?.len());
+        let before = living().expect("flows");
+        let download = self.download(port, path);
+        wait_until("the download lives", Duration::from_secs(10), || {
+            Ok(living()? > before)
+        })
+        .expect("a flow");
+        download
     }
 }
 
 /// Starts to download `path` from `port` of the VIP to the first host.
-fn download(lab: &Laboratory, port: u16, path: &str, options: &[&str]) -> Download {
+fn download(lab: &Laboratory, port: u16, path: &str) -> Download {
     let url = format!("http://{VIP}:{port}{path}");
     let limit = Duration::from_secs(60);
-    Download::start(&lab.hosts[0].namespace, &url, options, limit).expect("curl")
+    Download::start(&lab.hosts[0].namespace, &url, &[], limit).expect("curl")
 }
 
 /// How soon new connections work again after a fault: three missed heartbeats, an election, and some slack for
@@ -143,7 +156,7 @@ impl Clients {
         let pods = lab.nodes.iter().flat_map(|node| &node.pods);
         let downloads = pods
             .filter(|pod| wanted(pod))
-            .map(|pod| download(lab, pod.instance_port(), FLEET_PACED, &[]))
+            .map(|pod| download(lab, pod.instance_port(), FLEET_PACED))
             .collect();
         let probe = |host: &Host, neighbour| {
             Prober::start(&host.namespace, (VIP, API_PORT), "/", neighbour)

@@ -62,14 +62,13 @@ fn a_host_without_a_route_to_the_pods_hears_from_the_vip_alone(mode: Mode) {
     let told = client.exec(words.iter().chain(&[body.as_str(), &url]));
     assert!(told.expect("an inspection").contains("instance"));
     scene
-        .download(own, "/images/common.img", &[])
+        .download(own, "/images/common.img")
         .finish(&scene.lab.image.sha256)
         .expect("an image");
     let refused = connect(&client, VIP, RPC_PORT, Duration::from_secs(2));
     refused.expect_err("JSON-RPC answers");
     // Its pod goes in the midst of another one.
-    let mut broken = scene.download(own, "/images/common.img?rate=200k", &[]);
-    std::thread::sleep(Duration::from_secs(1));
+    let mut broken = scene.living_download(own, "/images/common.img?rate=200k");
     backends(&mut scene.config).remove(0);
     scene.node().write_config(&scene.config).expect("file");
     let end = broken.end(&scene.lab.image.sha256).expect("curl");
@@ -239,7 +238,7 @@ fn source_ranges_refuse_new_connections_alone(mode: Mode) {
     let [host, bmc] = [scene.host(), &scene.lab.bmc].map(|host| host.namespace.clone());
     let pod = &scene.node().pods[0];
     let (own, path) = (pod.instance_port(), pod.own_path());
-    let mut download = scene.download(own, "/images/common.img?rate=1m", &[]);
+    let mut download = scene.living_download(own, "/images/common.img?rate=1m");
     let admitted = format!("{}/32", scene.lab.bmc.address);
     scene.config["services"][0]["sourceRanges"] = json!([admitted]);
     scene.node().write_config(&scene.config).expect("file");

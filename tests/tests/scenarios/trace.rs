@@ -133,11 +133,7 @@ fn the_backend_that_a_syn_would_get_is_the_one_that_a_connection_gets(mode: Mode
 fn packets_of_a_download_are_told_by_its_living_entries(mode: Mode) {
     let scene = Scene::with(mode, mode.builder().image_mib(32), |_| {});
     let node = scene.node();
-    let mut download = scene.download(IMAGE_PORT, "/images/common.img?rate=8m", &[]);
-    wait_until("it is living", Duration::from_secs(5), || {
-        Ok(scene.maps().living(map::LIVING)?.len() == 1)
-    })
-    .expect("a living flow");
+    let mut download = scene.living_download(IMAGE_PORT, "/images/common.img?rate=8m");
     let living = scene.maps().living(map::LIVING).expect("flows");
     let (key, flow) = living[0];
     let end = |addr: lb_common::Addr, port| SocketAddr::new(addr.into(), port);
