@@ -559,7 +559,11 @@ impl Agent {
             links,
             addresses,
         } = attached?;
-        self.links = links;
+        if self.links != links {
+            // Where VIPs belong is told by addresses.
+            self.links = links;
+            self.in_step = false;
+        }
         if self.nodes.addresses != addresses {
             self.nodes.addresses = addresses;
             self.nodes.remember();

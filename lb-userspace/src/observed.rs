@@ -377,6 +377,11 @@ impl Observed {
                 ));
             }
         }
+        let attachments = inner.attachments.iter();
+        notes.extend(attachments.filter_map(|attachment| {
+            let note = attachment.note.as_ref()?;
+            Some(format!("{}: {note}", attachment.interface))
+        }));
         let unplaced = inner.unplaced.iter();
         notes.extend(inner.idle.iter().map(|why| format!("idle: {why}")));
         notes.extend(

@@ -1,5 +1,6 @@
 //! `ironlb backends`: pods behind VIP ports.
 
+use std::net::SocketAddr;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -57,7 +58,7 @@ fn row(backend: &BackendView) -> [String; 10] {
     };
     [
         backend.instance.clone(),
-        format!("{}:{}", backend.address, backend.port),
+        SocketAddr::new(backend.address, backend.port).to_string(),
         or_dash(backend.node.as_ref()),
         match backend.host_network {
             true => format!("{state} (host network)"),

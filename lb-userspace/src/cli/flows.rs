@@ -205,12 +205,15 @@ fn ended(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+fn end(address: IpAddr, port: u16) -> String {
+    SocketAddr::new(address, port).to_string()
+}
+
 fn ended_row(flow: &EndedFlow) -> [String; 10] {
     let name = |name: &String| match name.as_str() {
         "" => "-".to_owned(),
         name => name.to_owned(),
     };
-    let end = |address, port| SocketAddr::new(address, port).to_string();
     [
         humantime::format_rfc3339_seconds(flow.ended).to_string(),
         end(flow.client, flow.client_port),
@@ -282,11 +285,11 @@ fn row(flow: &FlowView) -> [String; 10] {
             false => state.to_owned(),
         },
         match flow.translated_port {
-            None => format!("{}:{}", flow.client, flow.client_port),
-            Some(port) => format!("{}:{} (as {port})", flow.client, flow.client_port),
+            None => end(flow.client, flow.client_port),
+            Some(port) => format!("{} (as {port})", end(flow.client, flow.client_port)),
         },
-        format!("{}:{}", flow.vip, flow.vip_port),
-        format!("{}:{}", flow.pod, flow.pod_port),
+        end(flow.vip, flow.vip_port),
+        end(flow.pod, flow.pod_port),
         match flow.instance.as_str() {
             "" => "-".to_owned(),
             instance => instance.to_owned(),

@@ -1,5 +1,7 @@
 //! `ironlb status`: what serves, whether the agent lives, and how packets end.
 
+use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -33,6 +35,8 @@ struct Report {
     agent: ControlView,
     uplinks: Vec<UplinkView>,
     vips: Vec<VipView>,
+    /// Those that are not served, for want of an uplink in their subnet.
+    vips_without_uplink: BTreeSet<IpAddr>,
     /// The other nodes.
     peers: Vec<PeerView>,
     flows: Flows,
@@ -66,6 +70,7 @@ pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCod
         agent: reader.control()?,
         uplinks: reader.uplinks()?,
         vips: reader.vips()?,
+        vips_without_uplink: reader.vips_without_uplink()?,
         peers: reader.peers()?,
         flows,
         verdicts,
@@ -82,10 +87,17 @@ fn describe(report: &Report) -> String {
         agent,
         uplinks,
         vips,
+        vips_without_uplink,
         peers,
         flows,
         verdicts,
     } = report;
+    let nowhere = |vip: &IpAddr| {
+        let mut row = [const { String::new() }; 6].map(|_| "-".to_owned());
+        row[0] = vip.to_string();
+        row[2] = "no: no uplink is in its subnet".to_owned();
+        row
+    };
     let verdicts = verdicts
         .iter()
         .map(|verdict| [verdict.verdict.to_owned(), count(verdict.packets)]);
@@ -112,7 +124,9 @@ fn describe(report: &Report) -> String {
                 "REFUSAL",
                 "PASSED TO THE HOST",
             ],
-            vips.iter().map(vip_row),
+            vips.iter()
+                .map(vip_row)
+                .chain(vips_without_uplink.iter().map(nowhere)),
         ),
     ];
     if !peers.is_empty() {

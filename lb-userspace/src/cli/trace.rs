@@ -9,7 +9,7 @@ use anyhow::{anyhow, bail};
 use clap::ValueEnum;
 use serde_json::Value;
 
-use super::{Output, OutputArgument, ago, emit, emit_json, or_dash, table, unknown};
+use super::{FAILED, Output, OutputArgument, ago, emit, emit_json, or_dash, table, unknown};
 use crate::capture;
 use crate::dataplane::trace::{
     ChangeKind, ChangeView, Direction, Fields, Question, TCP_FLAGS, Trace, Tracer,
@@ -62,7 +62,13 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["from", "to"])]
     pcap: Option<PathBuf>,
     /// Which packet of the capture, from 1; or all, each as if it were the only one.
-    #[arg(long, value_name = "N|all", default_value = "1", requires = "pcap")]
+    #[arg(
+        long,
+        value_name = "N|all",
+        default_value = "1",
+        requires = "pcap",
+        conflicts_with = "from"
+    )]
     packet: Which,
     /// Which way it goes through the interface [default: in; of a captured packet what its MACs say].
     #[arg(long, value_enum)]
@@ -142,9 +148,12 @@ fn flags(text: &str) -> Result<u8, String> {
 
 pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCode> {
     let mut tracer = Tracer::open(bpffs)?;
-    let traces = match (&arguments.pcap, arguments.from, arguments.to) {
+    let (traces, problems) = match (&arguments.pcap, arguments.from, arguments.to) {
         (Some(file), _, _) => of_capture(&mut tracer, arguments, file)?,
-        (None, Some(from), Some(to)) => vec![of_addresses(&mut tracer, arguments, from, to)?],
+        (None, Some(from), Some(to)) => (
+            vec![of_addresses(&mut tracer, arguments, from, to)?],
+            Vec::new(),
+        ),
         // clap sees to it.
         _ => bail!("neither --from and --to nor --pcap"),
     };
@@ -155,7 +164,13 @@ pub(super) fn run(arguments: &Arguments, bpffs: &Path) -> anyhow::Result<ExitCod
             emit(&texts.join("\n\n"))?;
         }
     }
-    Ok(ExitCode::SUCCESS)
+    for problem in &problems {
+        eprintln!("ironlb: {problem:#}");
+    }
+    Ok(match problems[..] {
+        [] => ExitCode::SUCCESS,
+        [..] => ExitCode::from(FAILED),
+    })
 }
 
 fn of_addresses(
@@ -180,12 +195,13 @@ fn of_addresses(
     Ok(tracer.trace(slot, direction, &frame, frame.len())?)
 }
 
+/// Traces of those packets that can be traced, and what is wrong with the others and the file.
 fn of_capture(
     tracer: &mut Tracer,
     arguments: &Arguments,
     file: &Path,
-) -> anyhow::Result<Vec<Trace>> {
-    let mut traces = Vec::new();
+) -> anyhow::Result<(Vec<Trace>, Vec<anyhow::Error>)> {
+    let (mut traces, mut problems) = (Vec::new(), Vec::new());
     let seen = capture::each::<anyhow::Error>(file, |packet| {
         if let Which::Number(wanted) = arguments.packet
             && wanted != packet.number
@@ -195,21 +211,27 @@ fn of_capture(
         let asked = arguments.direction.map(Direction::from);
         let (direction, found) = tracer.place_of(packet.bytes, asked);
         let slot = slot(tracer, arguments, direction, found, None)?;
-        let trace = tracer.trace(slot, direction, packet.bytes, packet.length);
-        traces.push(Trace {
-            packet: Some(packet.number),
-            ..trace.map_err(|error| anyhow!("packet {}: {error}", packet.number))?
-        });
+        match tracer.trace(slot, direction, packet.bytes, packet.length) {
+            Ok(trace) => traces.push(Trace {
+                packet: Some(packet.number),
+                ..trace
+            }),
+            Err(error) => problems.push(anyhow!("packet {}: {error}", packet.number)),
+        }
         Ok(matches!(arguments.packet, Which::All))
-    })?;
+    });
+    let nothing = traces.is_empty() && problems.is_empty();
     match (arguments.packet, seen) {
-        (_, 0) => bail!("{} has no packet", file.display()),
-        (Which::Number(wanted), _) if traces.is_empty() => bail!(
+        (_, Err(error)) if nothing => return Err(error),
+        (_, Err(error)) => problems.push(error),
+        (_, Ok(0)) => bail!("{} has no packet", file.display()),
+        (Which::Number(wanted), Ok(seen)) if nothing => bail!(
             "{} has no packet {wanted}: its last one is {seen}",
             file.display()
         ),
-        _ => Ok(traces),
+        (_, Ok(_)) => {}
     }
+    Ok((traces, problems))
 }
 
 /// The slot of the interface that was asked for, or was found.

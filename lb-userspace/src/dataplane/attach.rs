@@ -651,6 +651,9 @@ fn notes(attached: &Attached, target: &Target<'_>) -> Result<Option<String>, Dat
     if attached.mode == AttachedMode::Native {
         notes.extend(spoils(target));
     }
+    if !target.port.running {
+        notes.push("it has no link: nothing arrives".to_owned());
+    }
     for (hook, id) in &attached.programs {
         if *hook == Hook::Xdp || !has_tcx() {
             continue;

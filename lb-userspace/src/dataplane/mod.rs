@@ -636,7 +636,8 @@ impl Dataplane {
         }
     }
 
-    /// The uplink of every VIP that has one: the one whose subnet names it, else the one that is in its subnet.
+    /// The uplink of every VIP that has one: the one whose subnet names it, else the one that is in its subnet, else the one
+    /// that has it: an address that goes for a moment ends nothing.
     fn placement(&self, host: &Host, tables: &TableSet) -> BTreeMap<IpAddr, u32> {
         let mut placement = BTreeMap::new();
         for vip in tables.vips.keys() {
@@ -651,7 +652,9 @@ impl Dataplane {
             };
             let former = || {
                 let row = self.held.rows.vips.get(&Addr::from(*vip));
-                row.filter(|_| self.incomplete).map(|row| row.uplink)
+                let slot = row.map(|row| row.uplink);
+                let serves = |slot: &u32| self.served.iter().any(|served| served.slot == *slot);
+                slot.filter(|slot| self.incomplete || serves(slot))
             };
             let found = named.or_else(on_link).map(|served| served.slot);
             if let Some(slot) = found.or_else(former) {

@@ -137,6 +137,16 @@ pub(crate) fn layouts(root: &Path) -> Result<Vec<u32>, DataplaneError> {
     Ok(layouts)
 }
 
+/// A map of this layout must have a pin, or nothing is loaded. Where that cannot be told, it is no answer.
+pub(super) fn expect(root: &Path, map: &str) -> Result<(), DataplaneError> {
+    let path = layout_dir(root).join(map);
+    match path.try_exists() {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(DataplaneError::NotLoaded { path: root.into() }),
+        Err(error) => Err(DataplaneError::pins("look at", &path, error)),
+    }
+}
+
 /// Maps of this layout that have no pin.
 pub(crate) fn missing(root: &Path) -> Vec<&'static str> {
     let dir = layout_dir(root);

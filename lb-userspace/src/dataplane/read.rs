@@ -331,15 +331,13 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Looks for the maps below a pin root. [`DataplaneError::NotLoaded`] when there are none.
+    /// Looks for the maps below a pin root. [`DataplaneError::NotLoaded`] when there are none,
+    /// [`DataplaneError::Pins`] when that cannot be told.
     pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
         let root = bpffs.to_owned();
         let dir = pins::layout_dir(&root);
-        if dir.join(map::CONTROL).exists() {
-            Ok(Self { root, dir })
-        } else {
-            Err(DataplaneError::NotLoaded { path: root })
-        }
+        pins::expect(&root, map::CONTROL)?;
+        Ok(Self { root, dir })
     }
 
     /// Attachments by slot.
@@ -426,6 +424,17 @@ impl Reader {
         let mut views: Vec<_> = rows.into_iter().map(view).collect();
         views.sort_by_key(|view| view.address);
         Ok(views)
+    }
+
+    /// VIPs that have ports and that no uplink carries: nothing arrives for them.
+    pub fn vips_without_uplink(&self) -> Result<BTreeSet<IpAddr>, DataplaneError> {
+        let ports: Vec<(ServiceKey, Service)> = self.hash(map::SERVICES)?;
+        let rows: Vec<(Addr, Vip)> = self.hash(map::VIPS)?;
+        let mut vips: BTreeSet<_> = ports.into_iter().map(|(key, _)| key.addr.into()).collect();
+        for (placed, _) in rows {
+            vips.remove(&placed.into());
+        }
+        Ok(vips)
     }
 
     /// Other nodes by number.

@@ -104,9 +104,7 @@ impl Watching {
     /// Begins to watch. [`DataplaneError::Watched`] while somebody else does.
     pub fn begin(root: &Path, wanted: Watch) -> Result<Self, DataplaneError> {
         let dir = pins::layout_dir(root);
-        if !dir.join(map::WATCH).exists() {
-            return Err(DataplaneError::NotLoaded { path: root.into() });
-        }
+        pins::expect(root, map::WATCH)?;
         let failed = |error| DataplaneError::pins("open", &dir, error);
         let lock = File::open(&dir).map_err(failed)?;
         let mut watch: Array<MapData, Watch> = pinned(&dir, map::WATCH)?;

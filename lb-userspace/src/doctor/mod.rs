@@ -264,7 +264,7 @@ pub fn examine(options: &Options) -> Vec<Finding> {
     let (ports, found) = uplinks::look(&subject, &host, pinned, is_blind);
     findings.extend(found);
     findings.extend(paths::look(&subject, &host, &ports));
-    findings.extend(vips::look(&subject, &host, &ports));
+    findings.extend(vips::look(&subject, &host, &ports, pinned));
     findings.extend(match options.probe {
         true => conflict::look(&subject, &host, &ports, pinned, &options.bpffs),
         false => vec![Finding::skipped(

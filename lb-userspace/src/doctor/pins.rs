@@ -1,6 +1,8 @@
 //! What is pinned, and who looks after it.
 
+use std::collections::BTreeSet;
 use std::io;
+use std::net::IpAddr;
 use std::path::Path;
 
 use aya::util::KernelVersion;
@@ -17,6 +19,8 @@ pub(super) struct Pinned {
     pub(super) vips: Vec<VipView>,
     pub(super) peers: Vec<PeerView>,
     pub(super) ports: Vec<PortView>,
+    /// VIPs with ports that no uplink carries.
+    pub(super) nowhere: BTreeSet<IpAddr>,
     /// Maps without a pin.
     missing: Vec<&'static str>,
     /// Versions of other layouts that are pinned, too.
@@ -58,6 +62,7 @@ pub(super) fn look(root: &Path) -> Loaded {
             vips: reader.vips()?,
             peers: reader.peers()?,
             ports: reader.ports()?,
+            nowhere: reader.vips_without_uplink()?,
             missing: dataplane::missing(root),
             others: others.clone(),
         })
@@ -122,9 +127,23 @@ pub(super) fn judge(loaded: &Loaded, root: &Path, kernel: KernelVersion) -> Vec<
     findings
 }
 
+/// Whether the agent runs in another network namespace than this process, as far as that can be seen.
+fn is_elsewhere(control: &ControlView) -> bool {
+    let namespace = |process: &str| std::fs::read_link(format!("/proc/{process}/ns/net")).ok();
+    let agents = namespace(&control.agent_pid.to_string());
+    control.agent_running && agents.is_some_and(|agents| Some(agents) != namespace("self"))
+}
+
 fn judge_agent(control: &ControlView, vips: &[VipView]) -> [Finding; 2] {
     const START: &str = "start `ironlb agent` (systemctl start ironlb, or the DaemonSet's pod)";
-    let agent = if control.agent_running {
+    let agent = if is_elsewhere(control) {
+        let pid = control.agent_pid;
+        let found = format!(
+            "runs, process {pid}, in another network namespace: what is said of interfaces, routes and the firewall is of this one"
+        );
+        let remedy = format!("nsenter --target {pid} --net ironlb doctor");
+        Finding::error(Check::Agent, "", found, remedy)
+    } else if control.agent_running {
         let own = env!("CARGO_PKG_VERSION");
         let version = &control.agent_version;
         let other = match version == own {

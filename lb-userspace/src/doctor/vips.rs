@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 
 use super::paths::subnet_of;
+use super::pins::Pinned;
 use super::subject::{Subject, Vip};
 use super::uplinks::Port;
 use super::{Check, Finding};
@@ -10,10 +11,26 @@ use crate::dataplane;
 use crate::desired::Announce;
 use crate::interfaces::{Host, in_subnet};
 
-pub(super) fn look(subject: &Subject, host: &Host, ports: &[Port]) -> Vec<Finding> {
+pub(super) fn look(
+    subject: &Subject,
+    host: &Host,
+    ports: &[Port],
+    pinned: Option<&Pinned>,
+) -> Vec<Finding> {
     let vips = subject.vips.iter();
-    vips.flat_map(|vip| [judge_subnet(vip, host, ports), judge_local(vip, host)])
-        .collect()
+    let mut findings: Vec<_> = vips
+        .flat_map(|vip| [judge_subnet(vip, host, ports), judge_local(vip, host)])
+        .collect();
+    let nowhere = pinned.into_iter().flat_map(|pinned| &pinned.nowhere);
+    findings.extend(nowhere.map(|vip| {
+        Finding::error(
+            Check::OwnAddress,
+            vip,
+            "it has ports, and no uplink carries it: it is not served",
+            "ip -br addr: an uplink must be up and have an address in its subnet; the agent's log tells more",
+        )
+    }));
+    findings
 }
 
 fn judge_subnet(vip: &Vip, host: &Host, ports: &[Port]) -> Finding {

@@ -38,6 +38,28 @@ impl Guard {
         }
     }
 
+    /// Whether an address is this node's own, or loopback.
+    pub(super) fn is_own(
+        &mut self,
+        uplinks: &[UplinkSpec],
+        peer: IpAddr,
+    ) -> Result<bool, InterfaceError> {
+        let mut own = self.view(uplinks)?.addresses.iter();
+        Ok(peer.is_loopback() || own.any(|(own, _)| *own == peer))
+    }
+
+    fn view(&mut self, uplinks: &[UplinkSpec]) -> Result<&View, InterfaceError> {
+        let fresh = |(seen, _): &(Instant, View)| seen.elapsed() <= FRESH;
+        let known = match self.known.take().filter(fresh) {
+            Some(known) => known,
+            None => {
+                let view = View::new(&Host::read()?, uplinks, &self.node_addresses);
+                (Instant::now(), view)
+            }
+        };
+        Ok(&self.known.insert(known).1)
+    }
+
     /// Whether a connection is taken: neither its address here nor its way back is that of an uplink
     /// without an internal address.
     pub(super) fn admits(
@@ -46,14 +68,7 @@ impl Guard {
         local: SocketAddr,
         peer: SocketAddr,
     ) -> Result<bool, InterfaceError> {
-        let stale = |(seen, _): &(Instant, View)| seen.elapsed() > FRESH;
-        if self.known.as_ref().is_none_or(stale) {
-            let view = View::new(&Host::read()?, uplinks, &self.node_addresses);
-            self.known = Some((Instant::now(), view));
-        }
-        let Some((_, view)) = &self.known else {
-            return Ok(false);
-        };
+        let view = self.view(uplinks)?;
         let (local_ip, peer_ip) = (local.ip().to_canonical(), peer.ip().to_canonical());
         if view.closed.is_empty() || peer_ip.is_loopback() {
             return Ok(true);

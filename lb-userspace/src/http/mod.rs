@@ -14,15 +14,17 @@ pub mod client;
 mod guard;
 pub mod instances;
 mod metrics;
+mod room;
 mod transmit;
 
 use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use anyhow::Context as _;
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
@@ -40,6 +42,7 @@ use crate::interfaces;
 use crate::memory;
 use crate::observed::{Observed, Readiness};
 use guard::Guard;
+use room::{Place, Room};
 
 /// The port that nobody else should have.
 pub const PORT: u16 = 9469;
@@ -48,8 +51,6 @@ pub const SELF_PATH: &str = "/v1/instances/self";
 /// Path of the log's filter.
 pub const LOG_LEVEL_PATH: &str = "/v1/log-level";
 
-/// Connections at a time; more wait.
-const CONNECTIONS: usize = 64;
 /// How long a client may take to ask.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How long a connection may last; Prometheus and kubelet make new ones.
@@ -110,18 +111,21 @@ pub async fn serve(options: Options, observed: Arc<Observed>, log: Arc<dyn LogFi
         observed,
         log,
     });
-    let room = Arc::new(Semaphore::new(CONNECTIONS));
+    let room = Arc::new(Room::default());
     loop {
-        let Ok(permit) = Arc::clone(&room).acquire_owned().await else {
-            return;
-        };
         match listener.accept().await {
             Ok((stream, peer)) => {
                 let server = Arc::clone(&server);
-                tokio::spawn(async move {
-                    server.connection(stream, peer).await;
-                    drop(permit);
-                });
+                match server.place(&room, peer) {
+                    Ok(place) => drop(tokio::spawn(async move {
+                        server.connection(stream, peer).await;
+                        drop(place);
+                    })),
+                    Err(why) => {
+                        debug!("a connection from {peer} is refused: {why:#}");
+                        reset(&stream);
+                    }
+                }
             }
             Err(error) => {
                 // Too many open files, or a client that left at once.
@@ -166,7 +170,25 @@ struct Server {
 
 type Answer = Response<Full<Bytes>>;
 
+/// Lets a connection end with a RST, as from a port that nobody listens on.
+fn reset(stream: &TcpStream) {
+    if let Err(error) = SockRef::from(stream).set_linger(Some(Duration::ZERO)) {
+        debug!(%error, "cannot reset a connection");
+    }
+}
+
 impl Server {
+    fn place(&self, room: &Arc<Room>, peer: SocketAddr) -> anyhow::Result<Place> {
+        let peer = peer.ip().to_canonical();
+        let is_own = self.guard().is_own(&self.observed.uplinks(), peer)?;
+        room.take(peer, is_own)
+            .context("there are too many already")
+    }
+
+    fn guard(&self) -> MutexGuard<'_, Guard> {
+        self.guard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     async fn connection(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
         match self.admits(&stream, peer) {
             Ok(true) => {}
@@ -174,10 +196,7 @@ impl Server {
                 if let Err(error) = refused {
                     debug!("a connection from {peer} cannot be judged: {error}");
                 }
-                // A RST, as from a port that nobody listens on.
-                if let Err(error) = SockRef::from(&stream).set_linger(Some(Duration::ZERO)) {
-                    debug!(%error, "cannot reset a connection");
-                }
+                reset(&stream);
                 return;
             }
         }
@@ -196,8 +215,8 @@ impl Server {
     }
 
     fn admits(&self, stream: &TcpStream, peer: SocketAddr) -> anyhow::Result<bool> {
-        let mut guard = self.guard.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(guard.admits(&self.observed.uplinks(), stream.local_addr()?, peer)?)
+        let uplinks = self.observed.uplinks();
+        Ok(self.guard().admits(&uplinks, stream.local_addr()?, peer)?)
     }
 
     async fn answer(&self, peer: IpAddr, request: Request<Incoming>) -> Answer {

@@ -4,7 +4,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use ironlb_tests::{
-    API_PORT, Agent, Laboratory, Node, NodeOptions, VIP, VIP6, ironlb, run_with_input, wait_until,
+    API_PORT, Agent, Laboratory, Namespace, Node, NodeOptions, VIP, VIP6, ironlb, run_with_input,
+    wait_until,
 };
 use serde_json::{Value, json};
 
@@ -19,23 +20,28 @@ in_both_modes!(
 );
 
 /// What the doctor said.
-struct Diagnosis {
+pub struct Diagnosis {
     code: Option<i32>,
     report: Value,
 }
 
 impl Diagnosis {
-    fn of(node: &Node, arguments: &[&str]) -> Self {
+    pub fn of(node: &Node, arguments: &[&str]) -> Self {
         Self::at(node, &node.bpffs, arguments)
     }
 
     /// With other pins than the node's.
     fn at(node: &Node, bpffs: &Path, arguments: &[&str]) -> Self {
+        Self::within(&node.namespace, bpffs, arguments)
+    }
+
+    /// From a network namespace.
+    fn within(namespace: &Namespace, bpffs: &Path, arguments: &[&str]) -> Self {
         let binary = ironlb().expect("ironlb").to_str().expect("a path");
         let bpffs = bpffs.to_str().expect("a path");
         let mut command = vec![binary, "doctor", "-o", "json", "--bpffs", bpffs];
         command.extend(arguments);
-        let output = node.namespace.output(command).expect("ironlb");
+        let output = namespace.output(command).expect("ironlb");
         let report = serde_json::from_slice(&output.stdout);
         let said = String::from_utf8_lossy(&output.stderr);
         Self {
@@ -50,7 +56,7 @@ impl Diagnosis {
         Self::of(node, &[&["--config", config], arguments].concat())
     }
 
-    fn findings(&self) -> impl Iterator<Item = &Value> {
+    pub fn findings(&self) -> impl Iterator<Item = &Value> {
         self.report["findings"].as_array().expect("findings").iter()
     }
 
@@ -125,6 +131,10 @@ fn a_healthy_node_has_no_errors_before_with_and_after_its_agent(mode: Mode) {
     assert_eq!(with.checks("error"), [""; 0], "{:#}", with.report);
     assert_eq!(with.checks("warning"), expected, "{:#}", with.report);
     assert_eq!(with.code, Some(i32::from(!expected.is_empty())));
+    let astray = Diagnosis::within(&lab.hosts[0].namespace, &node.bpffs, &["--no-probe"]);
+    let agents = astray.finding("agent", "error");
+    let said = text(agents, "found");
+    assert!(said.contains("in another network namespace"), "{said}");
     let answers = with.finding("vip-conflict", "ok");
     assert_eq!(
         text(answers, "found"),

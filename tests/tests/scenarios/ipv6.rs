@@ -10,10 +10,14 @@ use ironlb_tests::{
     RPC_PORT, VIP, VIP6, wait_until,
 };
 
+use serde_json::{Value, json};
+
+use crate::doctor::Diagnosis;
 use crate::scene::{Mode, RECOVERY, Scene, get, in_both_modes};
 
 in_both_modes!(
     both_versions_are_served_by_all_pods_and_show_the_clients_address,
+    an_address_that_comes_later_brings_its_vip,
     an_instance_port_of_either_version_reaches_its_instance,
     ports_that_nobody_serves_are_refused_over_ipv6,
     a_download_over_ipv6_outlives_the_agent,
@@ -59,7 +63,7 @@ fn both_versions_are_served_by_all_pods_and_show_the_clients_address(mode: Mode)
             ];
             for (answer, address) in asked {
                 let answer = answer.expect("answer");
-                let answer: serde_json::Value = serde_json::from_str(&answer).expect("JSON");
+                let answer: Value = serde_json::from_str(&answer).expect("JSON");
                 assert_eq!(answer["client"], address);
                 let instance = answer["instance"].as_str().expect("instance");
                 let version = if address.contains(':') { "6" } else { "4" };
@@ -71,6 +75,44 @@ fn both_versions_are_served_by_all_pods_and_show_the_clients_address(mode: Mode)
     }
     assert_eq!(answers.len(), 6, "{answers:?}");
     assert!(answers.values().all(|hits| *hits >= 20), "{answers:?}");
+}
+
+/// The address of one version comes when the uplink is served for the other's sake already; and it may go for a moment.
+fn an_address_that_comes_later_brings_its_vip(mode: Mode) {
+    let lab = mode.builder().build().expect("laboratory");
+    let mut config = lab.config(mode.name());
+    lab.with_ipv6(&mut config);
+    let node = &lab.nodes[0];
+    let own = format!("fd00:22::{}", u16::from(node.address.octets()[3]));
+    let address = |verb: &str| {
+        let line = format!("addr {verb} {own}/64 dev eth1");
+        node.namespace.ip(&line)
+    };
+    address("del").expect("address");
+    let _agent = Agent::start(node, &config).expect("agent");
+    let client = &lab.hosts[0].namespace;
+    get(client, VIP, API_PORT, "/").expect("the other version is served");
+    let nowhere = || -> anyhow::Result<Value> {
+        let status = node.ironlb(&["status", "-o", "json"])?;
+        let status: Value = serde_json::from_str(&status)?;
+        Ok(status["vips_without_uplink"].clone())
+    };
+    assert_eq!(nowhere().expect("status"), json!([VIP6]));
+    let doctor = Diagnosis::of(node, &["--no-probe"]);
+    let mut errors = doctor.findings().filter(|f| f["status"] == "error");
+    assert!(errors.any(|f| f["on"] == json!(VIP6)), "no word of it");
+
+    for _ in 0..2 {
+        address("add").expect("address");
+        wait_until("the VIP is served", Duration::from_secs(5), || {
+            Ok(get6(client, API_PORT, "/").is_ok())
+        })
+        .expect("served");
+        assert_eq!(nowhere().expect("status"), json!([]));
+        address("del").expect("address");
+        std::thread::sleep(Duration::from_secs(3));
+        assert_eq!(nowhere().expect("status"), json!([]), "it keeps its place");
+    }
 }
 
 fn an_instance_port_of_either_version_reaches_its_instance(mode: Mode) {
@@ -193,7 +235,7 @@ fn pods_of_every_node_serve_over_ipv6_and_a_crash_of_the_holder_breaks_no_downlo
     let mut instances = BTreeSet::new();
     for _ in 0..40 {
         let answer = get6(&client, API_PORT, "/v1").expect("answer");
-        let answer: serde_json::Value = serde_json::from_str(&answer).expect("JSON");
+        let answer: Value = serde_json::from_str(&answer).expect("JSON");
         assert_eq!(answer["client"], fleet.lab.hosts[0].address6.to_string());
         instances.insert(answer["instance"].as_str().expect("instance").to_owned());
     }

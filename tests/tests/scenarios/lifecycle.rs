@@ -112,6 +112,29 @@ fn an_agent_that_ends_before_it_knows_what_to_serve_leaves_nothing() {
     assert!(!node.bpffs.exists(), "pins are left: {log}");
 }
 
+#[test]
+fn what_may_not_be_looked_at_is_not_taken_for_nothing() {
+    let scene = Scene::new(Mode::Tc);
+    let node = scene.node();
+    let allow = |mode: u32| {
+        let mode = std::fs::Permissions::from_mode(mode);
+        std::fs::set_permissions(&node.bpffs, mode).expect("permissions");
+    };
+    allow(0);
+    for verb in ["status", "flows", "monitor"] {
+        let ironlb = ironlb_tests::ironlb().expect("ironlb").to_str();
+        let without = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"];
+        let bpffs = node.bpffs.to_str().expect("a path");
+        let command = [ironlb.expect("a path"), verb, "--bpffs", bpffs];
+        let output = node.namespace.output(without.iter().chain(&command));
+        let output = output.expect("setpriv");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{verb}: {said}");
+        assert!(said.contains("Permission denied"), "{verb}: {said}");
+    }
+    allow(0o700);
+}
+
 /// Neither an agent that is killed nor one that ends in peace leaves a mount, or needs another one.
 #[test]
 fn twenty_restarts_leave_mounts_as_they_are_and_traffic_goes_on() {

@@ -1,7 +1,9 @@
 //! The agent's own port: who is answered there, and with what.
 
-use std::net::{IpAddr, Ipv4Addr};
-use std::time::Duration;
+use std::io::{ErrorKind::WouldBlock, Write as _};
+use std::net::{IpAddr, Ipv4Addr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use ironlb_tests::{API_PORT, Agent, IMAGE_PORT, Laboratory, Namespace, VIP, ironlb, wait_until};
 use serde_json::Value;
@@ -291,6 +293,69 @@ fn native_on_a_veth_whose_peer_lacks_napi_is_not_ready() {
             r#"ironlb_uplink_lost_frames_total{interface="eth1"}"#
         ) >= 1.0
     );
+}
+
+#[test]
+fn an_uplink_without_a_link_is_told() {
+    let scene = Scene::new(Mode::Tc);
+    let node = scene.node();
+    let says = |word: &str, is: bool| {
+        wait_until(&format!("`{word}`: {is}"), Duration::from_secs(5), || {
+            let (status, text) = ask(&node.namespace, LOOPBACK, "/readyz", &[]);
+            Ok(status == "200" && text.contains(word) == is)
+        })
+        .expect("readyz");
+    };
+    says("it has no link", false);
+    scene.lab.unplug(&node.name).expect("unplug");
+    says("it has no link", true);
+    scene.lab.plug(&node.name).expect("plug");
+    says("it has no link", false);
+    get(&scene.host().namespace, VIP, API_PORT, "/").expect("an answer");
+}
+
+/// Requests that never end, from one pod, again and again.
+#[test]
+fn a_pod_that_holds_many_connections_keeps_nobody_from_the_port() {
+    let scene = Scene::new(Mode::Tc);
+    let [greedy, other, ..] = &scene.node().pods[..] else {
+        panic!("two pods are needed");
+    };
+    let done = AtomicBool::new(false);
+    let at_last = Instant::now() + Duration::from_secs(60);
+    std::thread::scope(|scope| {
+        let held = scope.spawn(|| {
+            let hold = || {
+                let (mut held, mut most) = (Vec::new(), 0);
+                while !done.load(Ordering::Relaxed) && Instant::now() < at_last {
+                    let limit = Duration::from_millis(200);
+                    let stream = TcpStream::connect_timeout(&(GATEWAY, PORT).into(), limit);
+                    held.extend(stream.and_then(|mut stream| {
+                        stream.write_all(b"GET /hea")?;
+                        stream.set_nonblocking(true)?;
+                        Ok(stream)
+                    }));
+                    // Those that were reset, or have waited too long, are replaced.
+                    held.retain(
+                        |stream| matches!(stream.peek(&mut [0]), Err(e) if e.kind() == WouldBlock),
+                    );
+                    most = most.max(held.len());
+                }
+                most
+            };
+            greedy.namespace.enter(hold).expect("namespace")
+        });
+        std::thread::sleep(Duration::from_secs(1));
+        for _ in 0..20 {
+            let own = ask(&scene.node().namespace, LOOPBACK, "/healthz", &[]);
+            assert_eq!(own.0, "200");
+            assert_eq!(ask(&other.namespace, GATEWAY, "/healthz", &[]).0, "200");
+        }
+        done.store(true, Ordering::Relaxed);
+        let most = held.join().expect("no panic");
+        assert!(most >= 8, "it held {most} at most: too few to tell");
+    });
+    assert_eq!(ask(&greedy.namespace, GATEWAY, "/healthz", &[]).0, "200");
 }
 
 /// An init container that starts before its pod has a slot.

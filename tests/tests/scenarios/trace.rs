@@ -356,6 +356,40 @@ fn packets_of_a_capture_are_traced_each_by_itself() {
         said.contains(&format!("has no packet 999: its last one is {captured}")),
         "{said}"
     );
+
+    // One that is no whole frame, and a file that ends within a packet, as a killed tcpdump leaves it.
+    let mut bytes = fs::read(file).expect("capture");
+    let (header, first) = (24, 24 + 16);
+    let length = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four"));
+    let second = first + length(header + 8) as usize;
+    let mut short = bytes[header..first].to_vec();
+    short[8..12].copy_from_slice(&13_u32.to_le_bytes());
+    short[12..16].copy_from_slice(&13_u32.to_le_bytes());
+    short.extend([0; 13]);
+    bytes.splice(second..second, short);
+    bytes.pop();
+    let damaged = scene.node().config.with_extension("pcap");
+    fs::write(&damaged, bytes).expect("capture");
+    let damaged = damaged.to_str().expect("a path");
+    let (code, shown, said) = ask(
+        scene.node(),
+        None,
+        &["--pcap", damaged, "--packet", "all", "-o", "json"],
+    );
+    assert_eq!(code, Some(1), "{said}");
+    let shown: Value = serde_json::from_str(&shown).unwrap_or_else(|e| panic!("{e}: {shown}"));
+    let numbers = shown.as_array().expect("a list").iter();
+    let numbers: Vec<_> = numbers
+        .filter_map(|trace| trace["packet"].as_u64())
+        .collect();
+    assert_eq!(
+        numbers,
+        [&[1], &Vec::from_iter(3..=captured as u64)[..]].concat()
+    );
+    assert!(
+        said.contains("packet 2: ") && said.contains("damaged"),
+        "{said}"
+    );
 }
 
 #[test]
