@@ -118,6 +118,17 @@ impl Download {
         self.curl.running()
     }
 
+    /// It must not have ended yet.
+    ///
+    /// # Errors
+    /// When it has; the message holds what curl said.
+    pub fn goes_on(&mut self) -> Result<()> {
+        let running = self.running()?;
+        let said = self.curl.log()?;
+        ensure!(running, "the download of {} has ended: {said}", self.url);
+        Ok(())
+    }
+
     /// Waits for its end; it must have brought exactly what has the checksum `sha256`.
     ///
     /// # Errors

@@ -155,7 +155,7 @@ fn find_agent() -> anyhow::Result<SocketAddr> {
     let gateway = interfaces::default_gateway()?;
     let gateway = gateway.context(
         "where is the agent? Give the container HOST_IP from status.hostIP (downward API), or use --agent; \
-         this pod has no default gateway to try",
+         this pod has no default gateway to try (a link-local one is none)",
     )?;
     eprintln!("ironlb: neither --agent nor $HOST_IP: trying the default gateway {gateway}");
     Ok(SocketAddr::new(gateway, PORT))
@@ -240,7 +240,7 @@ fn environment(answer: &InstanceAnswer, wanted: &Wanted) -> Result<Environment, 
                 .collect();
             match with_images[..] {
                 [vip] => *vip,
-                [] => return Err(no_slot(answer, images)),
+                [] => return Err(no_slot(answer, images, None)),
                 [..] => {
                     let list: Vec<_> = with_images.iter().map(ToString::to_string).collect();
                     return Err(Lack::Never(format!(
@@ -255,7 +255,7 @@ fn environment(answer: &InstanceAnswer, wanted: &Wanted) -> Result<Environment, 
     let url =
         |scheme: &str, vip: IpAddr, port: u16| format!("{scheme}://{}", SocketAddr::new(vip, port));
     let images_url = |vip| {
-        let port = own(vip, images).ok_or_else(|| no_slot(answer, images))?;
+        let port = own(vip, images).ok_or_else(|| no_slot(answer, images, Some(vip)))?;
         Ok(url("http", vip, port))
     };
     let api_url = |vip| {
@@ -278,7 +278,7 @@ fn environment(answer: &InstanceAnswer, wanted: &Wanted) -> Result<Environment, 
     ])
 }
 
-fn no_slot(answer: &InstanceAnswer, images: &str) -> Lack {
+fn no_slot(answer: &InstanceAnswer, images: &str, vip: Option<IpAddr>) -> Lack {
     let known = answer.services.iter().chain(&answer.other_version);
     let known: Vec<_> = known
         .map(|service| {
@@ -292,8 +292,11 @@ fn no_slot(answer: &InstanceAnswer, images: &str) -> Lack {
             )
         })
         .collect();
+    let place = vip.map_or("where one is needed".to_owned(), |vip| {
+        format!("on VIP {vip}")
+    });
     Lack::NotYet(format!(
-        "this pod has no instance port `{images}` where one is needed ({})",
+        "this pod has no instance port `{images}` {place} ({})",
         known.join("; ")
     ))
 }

@@ -81,7 +81,7 @@ fn an_outage_of_the_api_changes_nothing(cluster: &mut Cluster) -> Result<()> {
         grown > OUTAGE.as_secs_f64() / 2.0,
         "{age} is {grown} after {OUTAGE:?} without the API"
     );
-    ensure!(download.running()?, "the download did not last long enough");
+    download.goes_on()?;
 
     // And it goes on from there.
     wait_until("the state is as new as the API", PATIENCE, || {
@@ -154,10 +154,7 @@ fn a_download_outlives_agents_that_are_deleted_restarted_and_upgraded(
         AGENTS,
     ])?;
     cluster.agents_ready()?;
-    ensure!(
-        download.running()?,
-        "the download did not last long enough: it ended before the last agent came"
-    );
+    download.goes_on().context("before the last agent came")?;
     cluster.kubectl(&["rollout", "undo", "daemonset/ironlb", "--namespace", AGENTS])?;
     cluster.agents_ready()?;
 

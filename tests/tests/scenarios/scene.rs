@@ -177,8 +177,9 @@ impl Clients {
     pub fn finish(self) -> Seen {
         let mut downloads = self.downloads;
         for download in &mut downloads {
-            let running = download.running().expect("curl");
-            assert!(running, "a download broke, or did not last long enough");
+            download
+                .goes_on()
+                .expect("it broke, or did not last long enough");
         }
         let seen = Seen {
             warm: self.warm.finish().expect("connections"),

@@ -255,7 +255,7 @@ fn source_ranges_refuse_new_connections_alone(mode: Mode) {
     for (port, path) in [(API_PORT, "/v1"), (own, &path)] {
         get(&bmc, VIP, port, path).expect("a client within the ranges");
     }
-    assert!(download.running().expect("curl"), "too short");
+    download.goes_on().expect("too short");
     download.finish(&scene.lab.image.sha256).expect("download");
 
     scene.config["services"][0]
