@@ -41,6 +41,13 @@ pub fn empty(cluster: &Cluster, namespace: &str) -> Result<()> {
     let kinds = "deployment,statefulset,daemonset,service,endpointslice,pod,event";
     let words = ["delete", kinds, "--all", "--now", "--namespace", namespace];
     cluster.kubectl(&words).map(drop)?;
+    // A ReplicaSet makes new pods until it is collected itself.
+    wait_until(&format!("no pod is left in {namespace}"), PATIENCE, || {
+        let words = ["delete", "pod", "--all", "--now", "--namespace", namespace];
+        cluster.kubectl(&words)?;
+        let left = cluster.get(&["pods,replicasets", "--namespace", namespace])?;
+        Ok(left["items"].as_array().is_some_and(Vec::is_empty))
+    })?;
     wait_until("ServiceAccounts are made", PATIENCE, || {
         let account = ["get", "serviceaccount/default", "--namespace", namespace];
         Ok(cluster.kubectl(&account).is_ok())
@@ -144,19 +151,24 @@ impl Web {
     }
 }
 
+/// The web servers that do not end, as the API has them.
+fn listed(cluster: &Cluster) -> Result<Vec<Value>> {
+    let mut pods = cluster.get(&["pods", "--selector", "app=web", IN[0], IN[1]])?;
+    let pods = pods["items"].as_array_mut().context("no list of pods")?;
+    pods.retain(|pod| pod["metadata"]["deletionTimestamp"].is_null());
+    Ok(std::mem::take(pods))
+}
+
 /// The web servers that do not end.
 pub fn pods(cluster: &Cluster) -> Result<Vec<WebPod>> {
-    let pods = cluster.get(&["pods", "--selector", "app=web", IN[0], IN[1]])?;
-    let pods = pods["items"].as_array().context("no list of pods")?;
     let field = |pod: &Value, pointer: &str| {
         let field = pod.pointer(pointer).and_then(Value::as_str);
         field
             .map(str::to_owned)
             .with_context(|| format!("no {pointer} in {pod}"))
     };
-    let mut pods = pods
+    let mut pods = listed(cluster)?
         .iter()
-        .filter(|pod| pod["metadata"]["deletionTimestamp"].is_null())
         .map(|pod| {
             Ok(WebPod {
                 name: field(pod, "/metadata/name")?,
@@ -207,11 +219,17 @@ fn ready_on(node: &ClusterNode, at: SocketAddr) -> Result<Option<BTreeSet<String
     }))
 }
 
-/// Waits until so many pods take new flows at [`API_PORT`], whichever node is asked.
+/// Waits until so many pods, which do not end, take new flows at [`API_PORT`], whichever node is asked.
 pub fn serving(cluster: &Cluster, count: usize) -> Result<()> {
     let waited = wait_until(&format!("{count} pods are served"), PATIENCE, || {
+        let all = listed(cluster)?;
+        let names = all
+            .iter()
+            .filter_map(|pod| pod["metadata"]["name"].as_str());
+        let names: BTreeSet<_> = names.map(str::to_owned).collect();
         for node in &cluster.nodes {
-            if ready_on(node, TARGET)?.is_none_or(|ready| ready.len() != count) {
+            let right = |ready: BTreeSet<_>| ready.len() == count && ready.is_subset(&names);
+            if !ready_on(node, TARGET)?.is_some_and(right) {
                 return Ok(false);
             }
         }
