@@ -1,6 +1,6 @@
 //! Who serves which port of the VIP, and what happens to the ports that nobody serves.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read, Write};
 use std::net::SocketAddrV4;
 use std::time::{Duration, Instant};
@@ -17,6 +17,7 @@ use crate::scene::{Mode, Scene, connect, get, in_both_modes};
 
 in_both_modes!(
     connections_spread_over_all_pods_and_show_the_clients_address,
+    connections_of_a_client_reach_one_pod_where_affinity_is_asked_for,
     a_host_without_a_route_to_the_pods_hears_from_the_vip_alone,
     an_instance_port_reaches_its_instance_and_never_another,
     an_instance_that_moves_resets_its_old_flow_and_serves_new_ones_within_two_seconds,
@@ -41,6 +42,43 @@ fn connections_spread_over_all_pods_and_show_the_clients_address(mode: Mode) {
     // 120 fair choices among three: below 20 is more than four sigma away from 40.
     assert_eq!(answers.len(), 3, "{answers:?}");
     assert!(answers.values().all(|hits| *hits >= 20), "{answers:?}");
+}
+
+fn connections_of_a_client_reach_one_pod_where_affinity_is_asked_for(mode: Mode) {
+    let mut scene = Scene::with(mode, mode.builder(), |config| {
+        config["services"][0]["sessionAffinity"] = json!("ClientIP");
+    });
+    let client = scene.host().namespace.clone();
+    let answering = |from: u8, times: u32| -> BTreeSet<String> {
+        let ask = |_| {
+            let (own, url) = (
+                format!("172.22.0.{from}"),
+                format!("http://{VIP}:{API_PORT}/v1"),
+            );
+            let words = ["curl", "-sSf", "--max-time", "3", "--interface", &own, &url];
+            let answer = client.exec(words).expect("an answer");
+            let answer: serde_json::Value = serde_json::from_str(&answer).expect("JSON");
+            answer["instance"].as_str().expect("instance").to_owned()
+        };
+        (0..times).map(ask).collect()
+    };
+    let mut all = BTreeSet::new();
+    for from in 201..213 {
+        client
+            .ip(&format!("addr add 172.22.0.{from}/24 dev eth0"))
+            .expect("address");
+        let one = answering(from, 6);
+        assert_eq!(one.len(), 1, "172.22.0.{from} reached {one:?}");
+        all.extend(one);
+    }
+    assert!(all.len() > 1, "twelve clients reached {all:?} alone");
+
+    scene.config["services"][0]["sessionAffinity"] = json!("None");
+    scene.node().write_config(&scene.config).expect("file");
+    wait_until("connections spread", Duration::from_secs(10), || {
+        Ok(answering(201, 12).len() > 1)
+    })
+    .expect("spread");
 }
 
 /// What a ramdisk says to Ironic, and an image that it fetches.
