@@ -886,6 +886,33 @@ fn a_deadline_in_the_map_is_not_overwritten() {
 }
 
 #[test]
+fn who_announces_may_change_while_it_serves() {
+    let node = Node::new("announce");
+    let always = tables(&[("ironic-0", 10)]);
+    let mut elect = (*always).clone();
+    for row in elect.vips.values_mut() {
+        row.announce = Announce::Elect;
+    }
+    let elect = Arc::new(elect);
+    node.inside(|| {
+        let mut dataplane = node.open();
+        dataplane
+            .attach(&[in_subnet(Mode::Tc)], &always)
+            .expect("attaches");
+        for (tables, answers) in [
+            (&elect, false),
+            (&always, true),
+            (&elect, false),
+            (&always, true),
+        ] {
+            dataplane.apply(tables).expect("applies");
+            let vips = node.reader().vips().expect("vips");
+            assert_eq!(vips[0].answering, answers);
+        }
+    });
+}
+
+#[test]
 fn what_is_not_a_bpffs_is_refused_with_the_remedy() {
     let directory = std::env::temp_dir().join(format!("{PREFIX}{}-no-bpffs", std::process::id()));
     let options = Options {

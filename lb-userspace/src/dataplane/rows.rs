@@ -506,7 +506,15 @@ impl<'a> Goal<'a> {
                 self.next.peers[peer_link(number, uplink) as usize] = Peer::default();
             }
         }
-        self.next.peer_macs = (1..MAX_PEERS)
+        // A node that was renamed is two with one MAC, of which one lives: that one comes last.
+        let is_live = |number: &u32| {
+            let flags = self.next.peer_info[*number as usize].flags;
+            kept.contains(number) && flags & PEER_IS_LIVE != 0
+        };
+        let (live, others): (Vec<_>, Vec<_>) = (1..MAX_PEERS).partition(is_live);
+        self.next.peer_macs = others
+            .into_iter()
+            .chain(live)
             .flat_map(|number| (0..MAX_UPLINKS).map(move |uplink| (number, uplink)))
             .filter_map(|(number, uplink)| {
                 let mac = self.next.peers[peer_link(number, uplink) as usize].mac;
@@ -882,10 +890,15 @@ fn places_otherwise(now: &Rows, next: &Rows) -> bool {
         || now.backends != next.backends
 }
 
-/// The same VIP but for its deadline, which the holder (or a test) may have moved.
-fn same_vip(a: &Vip, b: &Vip) -> bool {
-    let answer_until = b.answer_until;
-    Vip { answer_until, ..*a } == *b
+/// The same VIP, whose deadline may have been moved meanwhile: what counts is whether it has one of its own, which an
+/// elected VIP has not.
+fn same_vip(was: &Vip, wanted: &Vip) -> bool {
+    let answer_until = wanted.answer_until;
+    (was.answer_until == 0) == (answer_until == 0)
+        && Vip {
+            answer_until,
+            ..*was
+        } == *wanted
 }
 
 /// The same service but for its version.
@@ -1256,6 +1269,31 @@ mod tests {
         }
         let versions: HashSet<u32> = rows.services.values().map(|s| s.version).collect();
         assert_eq!(versions.len(), rows.services.len(), "no two are alike");
+    }
+
+    #[test]
+    fn a_mac_that_two_names_have_is_that_of_the_one_that_lives() {
+        let mut agent = Agent::new();
+        let mac = [2, 0, 0, 0, 0, 3];
+        for living in ["node-3", "node-y", "node-3", "node-a"] {
+            let mut tables = tables(&[]);
+            for name in ["node-3", "node-y", "node-a"] {
+                let link = PeerLink {
+                    mac,
+                    addresses: Vec::new(),
+                };
+                let row = PeerRow {
+                    live: name == living,
+                    links: BTreeMap::from([(0, link)]),
+                    ..PeerRow::default()
+                };
+                tables.peers.insert(name.to_owned(), row);
+            }
+            agent.apply(&tables);
+            let number = agent.rows.peer_macs[&PeerMac { mac, uplink: 0 }];
+            let name = agent.rows.peer_info[number as usize].name;
+            assert_eq!(name, to_name(living));
+        }
     }
 
     #[test]

@@ -239,8 +239,9 @@ impl Node {
     /// Lets time pass: to be called several times an interval.
     pub(super) fn look(&mut self, now: Duration) -> Todo {
         let hold = self.hold();
-        // What was missed while this process slept was not silence.
-        if now.saturating_sub(self.last_look) > self.wanted.interval {
+        // What was missed while this process slept, or had no key, was not silence.
+        let slept = now.saturating_sub(self.last_look) > self.wanted.interval;
+        if slept || self.wanted.keys.is_empty() {
             self.listening_since = now;
         }
         self.last_look = now;

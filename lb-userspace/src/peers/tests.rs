@@ -519,6 +519,27 @@ fn a_holder_without_carrier_or_no_candidate_any_more_is_silent_at_once() {
 }
 
 #[test]
+fn a_node_whose_key_comes_later_listens_first() {
+    for seed in 0..20 {
+        let mut sim = Sim::started(3, seed);
+        sim.run(4.0);
+        let holder = sim.holder();
+        let late = (holder + 1) % 3;
+        let keys = std::mem::take(&mut sim.machines[late].wanted.keys);
+        sim.kill(late);
+        sim.start(late);
+        sim.forget_times();
+        sim.run(4.0 + seed as f64 * 0.02);
+        sim.want(late, |wanted| wanted.keys.clone_from(&keys));
+        sim.run(4.0);
+        assert_eq!(
+            (sim.holder(), sim.double, sim.nobody),
+            (holder, Duration::ZERO, Duration::ZERO)
+        );
+    }
+}
+
+#[test]
 fn a_planned_stop_hands_over_within_the_time_of_two_datagrams() {
     for seed in 0..20 {
         let mut sim = Sim::started(3, seed);
