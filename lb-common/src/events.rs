@@ -142,10 +142,8 @@ pub struct Telling {
 #[inline(always)]
 pub const fn kind_of(verdict: Verdict) -> u8 {
     match verdict {
-        Verdict::ForwardedNew
-        | Verdict::ForwardedMiss
-        | Verdict::HandedOnNew
-        | Verdict::HandedOnMiss => EVENT_NEW,
+        // A flow in mid-flow that is handed on leaves no entry here, so that each of its packets would be one.
+        Verdict::ForwardedNew | Verdict::ForwardedMiss | Verdict::HandedOnNew => EVENT_NEW,
         verdict if verdict.is_refusal() => EVENT_REFUSAL,
         verdict => match verdict.action() {
             Action::Drop => EVENT_DROP,
@@ -236,6 +234,7 @@ mod tests {
             Verdict::Forwarded,
             Verdict::Replied,
             Verdict::HandedOn,
+            Verdict::HandedOnMiss,
             Verdict::Passed,
         ] {
             assert_eq!(kind_of(quiet), 0, "{quiet:?}");

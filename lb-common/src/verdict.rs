@@ -128,7 +128,7 @@ verdicts! {
     RepliedIcmp = "replied_icmp", Pass, "ICMP error about a client's packet to a pod: it and what it quotes carry the VIP instead of the pod.";
     DroppedIcmpUnknown = "dropped_icmp_unknown", Drop, "ICMP error for the VIP about a TCP flow that is not known.";
     RefusedSource = "refused_source", Transmit, "New flow from an address outside of the service's source ranges; RST.";
-    DroppedFirstReset = "dropped_first_reset", Drop, "A pod's RST to the SYN of a connection to a shared port, kept from the client once: the backend gets no new flows for a second, and the client's next SYN goes to another.";
+    DroppedFirstReset = "dropped_first_reset", Drop, "A pod's RST to the SYN of a connection to a shared port, kept from the client once: the backend gets no new flows for a second, and the client's next SYN goes to another. Where another node has handed the SYN on, the RST goes out at once.";
 }
 
 /// Counters in the `verdicts` map; room for names to come.

@@ -658,9 +658,8 @@ fn direct<H: Hook>(hook: &mut H, uplink: &Uplink, ip: &mut Ip) -> Verdict {
             Verdict::Passed
         };
     }
-    if ip.is_v6() {
-        hook.pull(ip.transport() + size_of::<TcpHeader>());
-    }
+    // Behind options or extension headers it may not be at hand yet.
+    hook.pull(ip.transport() + size_of::<TcpHeader>());
     match ip.protocol {
         // TCP does not fragment by itself: a SYN in pieces is an attempt to slip through.
         protocol::TCP if drop && ip.is_fragment() => Verdict::DroppedBypass,

@@ -169,7 +169,7 @@ fn verdict(name: &str) -> Result<Verdict, String> {
         Some(verdict) if bits_of(&Kind::ALL) >> *verdict as u32 & 1 == 1 => Ok(*verdict),
         Some(_) => Err(
             "packets of established flows and those left alone are no events; those that are: \
-             forwarded_new, forwarded_miss, handed_on_new, handed_on_miss, refused_… and dropped_…"
+             forwarded_new, forwarded_miss, handed_on_new, refused_… and dropped_…"
                 .to_owned(),
         ),
         None => Err("no such verdict; `ironlb counters` lists them".to_owned()),
