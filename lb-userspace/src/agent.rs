@@ -138,21 +138,15 @@ pub fn run(options: Options) -> Result<(), AgentError> {
         };
         info!("{path} is good; loading the programs");
         let former = Reader::open(&options.dataplane.bpffs);
-        let first = matches!(former, Err(DataplaneError::NotLoaded { .. }));
         let control = former.and_then(|maps| maps.control());
         let serves = control.is_ok_and(|control| control.synced_seconds.is_some());
         let mut dataplane = Dataplane::open(&options.dataplane)?;
-        // What served before goes on; a start from nothing leaves nothing.
-        let give_up = |dataplane: Dataplane| match first {
-            true => dataplane.detach(),
-            false => Ok(()),
-        };
         let observed = Arc::new(Observed::new());
         let root = &options.dataplane.bpffs;
         let recorder = match Recorder::start(root, options.state_dir, Arc::clone(&observed)) {
             Ok(recorder) => recorder,
             Err(error) => {
-                give_up(dataplane)?;
+                dataplane.give_up()?;
                 return Err(error.into());
             }
         };
@@ -170,14 +164,14 @@ pub fn run(options: Options) -> Result<(), AgentError> {
                 state = source.first() => state,
                 () = signals.end() => {
                     info!("{ENDED_EARLY}");
-                    return Ok(give_up(dataplane)?);
+                    return Ok(dataplane.give_up()?);
                 }
             },
         };
         let mut agent = Agent::new(dataplane, state, observed, options.node);
         agent.waits = waits;
         if let Err(error) = agent.start() {
-            give_up(agent.dataplane)?;
+            agent.dataplane.give_up()?;
             return Err(error.into());
         }
         agent.meet(options.dataplane.bpffs.clone())?;

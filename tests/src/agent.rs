@@ -216,6 +216,20 @@ impl Agent {
         Ok(Self { process })
     }
 
+    /// Waits until it gives up, which it must as a failure; what it said.
+    ///
+    /// # Errors
+    /// When it goes on, or ends well.
+    pub fn refusal(&mut self) -> Result<String> {
+        let limit = Duration::from_secs(60);
+        wait_until("the agent gives up", limit, || {
+            Ok(!self.process.running()?)
+        })?;
+        let said = self.process.log()?;
+        ensure!(!self.process.wait()?.success(), "it ended well: {said}");
+        Ok(said)
+    }
+
     /// Asks it to end (SIGTERM) and waits for that.
     ///
     /// # Errors

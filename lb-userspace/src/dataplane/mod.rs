@@ -176,6 +176,8 @@ pub struct Dataplane {
     pins: Pins,
     /// Kernel ticks a second.
     ticks: u32,
+    /// Nothing was pinned before, of any layout.
+    is_first: bool,
     held: Held,
     /// What serves until the first [`Self::attach`].
     former: Option<Former>,
@@ -327,6 +329,7 @@ impl Dataplane {
             }
         };
         Ok(Self {
+            is_first,
             held,
             former,
             options: options.clone(),
@@ -662,6 +665,14 @@ impl Dataplane {
             }
         }
         placement
+    }
+
+    /// Ends a start that comes to nothing: what served before, of whatever layout, goes on; where nothing did, nothing is left.
+    pub fn give_up(self) -> Result<(), DataplaneError> {
+        match self.is_first {
+            true => self.detach(),
+            false => Ok(()),
+        }
     }
 
     /// Detaches the programs and removes all pins.

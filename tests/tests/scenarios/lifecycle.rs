@@ -5,8 +5,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ironlb_tests::{API_PORT, Agent, KernelObjects, Node, VIP, wait_until};
+use lb_common::LAYOUT_VERSION;
 use serde_json::{Value, json};
 
+use crate::download::as_layout;
 use crate::scene::{Mode, Scene, get, in_both_modes};
 
 in_both_modes!(
@@ -17,12 +19,7 @@ in_both_modes!(
 fn a_second_agent_is_refused_and_unload_leaves_nothing(mode: Mode) {
     let mut scene = Scene::new(mode);
     let mut second = Agent::spawn(scene.node()).expect("second agent");
-    wait_until("the second agent gives up", Duration::from_secs(60), || {
-        Ok(!second.process.running()?)
-    })
-    .expect("refusal");
-    assert!(!second.process.wait().expect("status").success());
-    let said = second.process.log().expect("log");
+    let said = second.refusal().expect("refusal");
     let first = scene.agent.process.pid().to_string();
     assert!(
         said.contains(&first),
@@ -79,11 +76,8 @@ fn an_agent_that_cannot_see_the_kernels_types_serves(mode: Mode) {
     get(&lab.hosts[0].namespace, VIP, API_PORT, "/").expect("an answer");
 }
 
-/// It has made its maps and waits for an API that never answers.
-#[test]
-fn an_agent_that_ends_before_it_knows_what_to_serve_leaves_nothing() {
-    let lab = Mode::Tc.builder().build().expect("laboratory");
-    let node = &lab.nodes[0];
+/// An agent that has made its maps and waits for an API that never answers.
+fn without_api(node: &Node) -> Agent {
     let uplinks = json!([{"name": "eth1", "mode": "tc"}]);
     let vips = json!([{"address": VIP, "namespaces": ["metal3"]}]);
     let config = json!({"apiVersion": "ironlb.dev/v1", "uplinks": uplinks, "vips": vips});
@@ -102,14 +96,38 @@ fn an_agent_that_ends_before_it_knows_what_to_serve_leaves_nothing() {
         kubeconfig.display(),
         node.state_dir().display()
     );
-    let mut agent = Agent::spawn_binary(node, &launcher(node, &line)).expect("agent");
+    let agent = Agent::spawn_binary(node, &launcher(node, &line)).expect("agent");
     let made = || Ok(node.maps().path("services").exists());
     wait_until("maps are there", Duration::from_secs(60), made)
         .unwrap_or_else(|error| panic!("{error:#}: {:?}", agent.process.log()));
+    agent
+}
+
+#[test]
+fn an_agent_that_ends_before_it_knows_what_to_serve_leaves_nothing() {
+    let lab = Mode::Tc.builder().build().expect("laboratory");
+    let node = &lab.nodes[0];
+    let mut agent = without_api(node);
     agent.stop().expect("stop");
     let log = agent.process.log().expect("log");
     assert!(agent.process.wait().expect("status").success(), "{log}");
     assert!(!node.bpffs.exists(), "pins are left: {log}");
+}
+
+#[test]
+fn an_upgrade_that_ends_before_it_knows_what_to_serve_ends_nothing() {
+    let mut scene = Scene::new(Mode::Tc);
+    scene.agent.process.kill().expect("kill");
+    let former = LAYOUT_VERSION - 1;
+    as_layout(scene.node(), former);
+    let links = || {
+        let links = scene.node().bpffs.join(format!("v{former}/links"));
+        std::fs::read_dir(links).map_or(0, Iterator::count)
+    };
+    let before = links();
+    without_api(scene.node()).stop().expect("stop");
+    get(&scene.host().namespace, VIP, API_PORT, "/").expect("what served before goes on");
+    assert_eq!((links(), before), (2, 2), "of ingress and egress");
 }
 
 #[test]
