@@ -93,10 +93,8 @@ fn describe(report: &Report) -> String {
         verdicts,
     } = report;
     let nowhere = |vip: &IpAddr| {
-        let mut row = [const { String::new() }; 6].map(|_| "-".to_owned());
-        row[0] = vip.to_string();
-        row[2] = "no: no uplink is in its subnet".to_owned();
-        row
+        let announced = "no: no uplink is in its subnet";
+        [&vip.to_string(), "-", announced, "-", "-", "-"].map(str::to_owned)
     };
     let verdicts = verdicts
         .iter()

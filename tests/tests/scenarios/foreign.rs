@@ -207,7 +207,7 @@ pub fn attach_xdp(namespace: &Namespace) -> Ebpf {
     foreign
 }
 
-/// Id of the XDP program on `eth1`, or null.
+/// Id of the XDP program on an interface, or null.
 fn xdp_on(namespace: &Namespace, interface: &str) -> Value {
     let shown = namespace.exec(["ip", "-j", "link", "show", "dev", interface]);
     let shown: Value = serde_json::from_str(&shown.expect("ip")).expect("JSON");
@@ -263,16 +263,6 @@ fn a_link_that_takes_no_update_is_made_anew_and_the_gap_is_told() {
     get(&scene.host().namespace, VIP, API_PORT, "/").expect("it serves");
 }
 
-/// What an agent says that gives up.
-fn refusal(agent: &mut Agent) -> String {
-    wait_until("the agent gives up", Duration::from_secs(60), || {
-        Ok(!agent.process.running()?)
-    })
-    .expect("refusal");
-    assert!(!agent.process.wait().expect("status").success());
-    agent.process.log().expect("log")
-}
-
 #[test]
 fn a_foreign_xdp_program_is_named_and_stays() {
     let lab = Mode::Native.builder().build().expect("laboratory");
@@ -285,7 +275,7 @@ fn a_foreign_xdp_program_is_named_and_stays() {
     node.write_config(&lab.config("native"))
         .expect("configuration");
     let mut native = Agent::spawn(node).expect("agent");
-    let said = refusal(&mut native);
+    let said = native.refusal().expect("refusal");
     assert!(
         said.contains("foreign") && said.contains(&id.to_string()),
         "{said}"
@@ -316,7 +306,7 @@ fn native_is_refused_where_checksums_arrive_unfinished() {
     config["uplinks"] = json!([{"name": "own0", "mode": "native"}]);
     node.write_config(&config).expect("configuration");
     let mut agent = Agent::spawn(node).expect("agent");
-    let said = refusal(&mut agent);
+    let said = agent.refusal().expect("refusal");
     assert!(
         said.contains("cannot attach `ironlb_xdp` to own0")
             && said.contains("`ethtool -K own1 tx off`"),

@@ -9,7 +9,6 @@ use ironlb_tests::{
     API_PORT, Agent, Builder, Capture, Download, Fleet, IMAGE_PORT, Laboratory, Namespace, Outcome,
     RPC_PORT, VIP, VIP6, wait_until,
 };
-
 use serde_json::{Value, json};
 
 use crate::doctor::Diagnosis;

@@ -2,11 +2,10 @@
 //! says why at TC. Native or not, links are as wires: senders write whole checksums.
 
 use std::fs;
-use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use aya::util::KernelVersion;
-use ironlb_tests::{Agent, IMAGE_PORT, Laboratory, Namespace, VIP, wait_until};
+use ironlb_tests::{Agent, IMAGE_PORT, Laboratory, Namespace, VIP};
 use serde_json::json;
 
 use crate::{Reporter, paths};
@@ -164,11 +163,7 @@ fn refused(lab: &Laboratory) -> Result<String> {
     config["uplinks"][0] = json!({"name": "eth1"});
     node.write_config(&config)?;
     let mut agent = Agent::spawn(node)?;
-    wait_until("the agent refuses", Duration::from_secs(60), || {
-        Ok(!agent.process.running()?)
-    })?;
-    let log = agent.process.log()?;
-    ensure!(!agent.process.wait()?.success(), "it ended well: {log}");
+    let log = agent.refusal()?;
     ensure!(log.contains(ADVICE), "no `{ADVICE}` in: {log}");
     ensure!(!node.bpffs.exists(), "it left {}", node.bpffs.display());
     Ok(format!("refused: {ADVICE}"))

@@ -1,10 +1,8 @@
 //! What an agent may not have: the right to lock as much memory as it likes.
 
-use std::time::Duration;
-
 use anyhow::{Context as _, Result, anyhow, ensure};
 use aya::util::KernelVersion;
-use ironlb_tests::{Agent, IMAGE_PORT, Laboratory, Node, VIP, wait_until};
+use ironlb_tests::{Agent, IMAGE_PORT, Laboratory, Node, VIP};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
 
@@ -22,11 +20,7 @@ pub fn memlock(kernel: KernelVersion) -> Result<String> {
     node.write_config(&lab.config("tc"))?;
     let mut agent = limited(node)?;
     if kernel < NO_LIMIT_SINCE {
-        wait_until("the agent gives up", Duration::from_secs(60), || {
-            Ok(!agent.process.running()?)
-        })?;
-        let log = agent.process.log()?;
-        ensure!(!agent.process.wait()?.success(), "it ended well: {log}");
+        let log = agent.refusal()?;
         for word in ["locked memory", "ulimit -l unlimited", "CAP_SYS_RESOURCE"] {
             ensure!(log.contains(word), "no `{word}` in: {log}");
         }
