@@ -188,18 +188,27 @@ impl EndedFlow {
                 .and_then(|names| names.instance(ending.backend))
                 .unwrap_or_default(),
             bytes_in: ending.bytes_in,
-            bytes_out: (ending.state & FLOW_ELSEWHERE == 0).then_some(ending.bytes_out),
+            bytes_out: bytes_out(ending),
             by,
             refusal: refusal.map(|verdict| verdict.name().to_owned()),
             handed_on: ending.uplink & FLOW_HANDED_ON != 0,
         })
     }
+}
 
-    /// Whether it belongs into the record: it was long, or large, or lost its backend.
-    fn is_recorded(&self) -> bool {
-        let bytes = self.bytes_in + self.bytes_out.unwrap_or(0);
-        self.duration_seconds > LONG.as_secs_f64() || bytes > LARGE || self.by == EndedBy::Gone
-    }
+/// Whether a flow belongs into the record: it was long, or large, or lost its backend. Told before anything else of it is
+/// found out: short ones may end by the ten thousand a second.
+fn is_recorded(ending: &Ending, by: EndedBy) -> bool {
+    let bytes = ending
+        .bytes_in
+        .saturating_add(bytes_out(ending).unwrap_or(0));
+    let nanoseconds = ending.at.saturating_sub(ending.started);
+    u128::from(nanoseconds) > LONG.as_nanos() || bytes > LARGE || by == EndedBy::Gone
+}
+
+/// Bytes to the client; none where another node sent them.
+fn bytes_out(ending: &Ending) -> Option<u64> {
+    (ending.state & FLOW_ELSEWHERE == 0).then_some(ending.bytes_out)
 }
 
 /// The files of one state directory, as their only writer.
@@ -501,13 +510,16 @@ impl Writer {
     fn note(&mut self, endings: &[Ending]) {
         let mut flows = Vec::new();
         for ending in endings {
+            let Some(by) = EndedBy::of(ending.by) else {
+                continue;
+            };
+            self.observed.measured.ended(by);
+            if !is_recorded(ending, by) {
+                continue;
+            }
             let Some(flow) = EndedFlow::new(ending, Some(&self.names)) else {
                 continue;
             };
-            self.observed.measured.ended(flow.by);
-            if !flow.is_recorded() {
-                continue;
-            }
             if flow.by.is_abnormal() && self.log.take() {
                 tell(&flow);
             }
@@ -735,28 +747,25 @@ mod tests {
 
     #[test]
     fn short_flows_are_not_recorded_unless_their_backend_has_gone() {
-        let short = EndedFlow {
-            duration_seconds: 9.9,
-            bytes_out: Some(5000),
-            by: EndedBy::ClientReset,
-            ..flow(1)
+        let nothing = Ending::from_bytes(&[0; size_of::<Ending>()]).expect("as long as one");
+        let second = 1_000_000_000;
+        let short = Ending {
+            at: 109 * second,
+            started: 100 * second,
+            bytes_in: 1000,
+            bytes_out: 5000,
+            by: BY_CLIENT_RESET,
+            ..nothing
         };
-        assert!(!short.is_recorded());
-        let large = EndedFlow {
-            bytes_out: Some(LARGE),
-            ..short.clone()
-        };
-        assert!(large.is_recorded());
-        let long = EndedFlow {
-            duration_seconds: 10.1,
-            ..short.clone()
-        };
-        assert!(long.is_recorded());
-        let gone = EndedFlow {
-            by: EndedBy::Gone,
-            ..short
-        };
-        assert!(gone.is_recorded());
+        let recorded =
+            |ending: Ending| is_recorded(&ending, EndedBy::of(ending.by).expect("ended"));
+        assert!(!recorded(short));
+        let bytes_out = LARGE;
+        assert!(recorded(Ending { bytes_out, ..short }));
+        let at = 111 * second;
+        assert!(recorded(Ending { at, ..short }));
+        let by = BY_GONE;
+        assert!(recorded(Ending { by, ..short }));
     }
 
     #[test]

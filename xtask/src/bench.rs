@@ -52,10 +52,11 @@ pub fn run(options: Options) -> Result<()> {
     if packets {
         arguments.push("--packets".to_owned());
     }
-    if !cluster && !failover && !packets {
-        let shipped = image::binary(Arch::own()?)?;
-        arguments.extend(["--shipped".to_owned(), shipped.display().to_string()]);
-    }
+    // As users run it: what the agent does of its own takes time from the packets.
+    let shipped = match cluster || packets {
+        true => None,
+        false => Some(image::binary(Arch::own()?)?),
+    };
     if let Some(file) = json {
         let file =
             std::path::absolute(&file).with_context(|| format!("resolve {}", file.display()))?;
@@ -64,5 +65,5 @@ pub fn run(options: Options) -> Result<()> {
     if quick {
         arguments.push("--quick".to_owned());
     }
-    laboratory::run("bench", &arguments)
+    laboratory::run("bench", &arguments, shipped.as_deref())
 }

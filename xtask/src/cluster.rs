@@ -58,5 +58,5 @@ pub fn run(Options { command }: Options) -> Result<()> {
             arguments.push(image.display().to_string());
         }
     }
-    laboratory::run("cluster", &arguments)
+    laboratory::run("cluster", &arguments, None)
 }

@@ -27,5 +27,5 @@ pub fn run(Options { keep, down }: Options) -> Result<()> {
     if down {
         arguments.push("--down".to_owned());
     }
-    laboratory::run("demo", &arguments)
+    laboratory::run("demo", &arguments, None)
 }

@@ -3,6 +3,8 @@
 //! They are children rather than modules because building them takes the eBPF toolchain, which xtask
 //! itself must do without. Whatever happens to one, what it left of its laboratory is removed here.
 
+use std::path::Path;
+
 use anyhow::{Result, bail};
 
 use crate::exec::{Interrupt, Supervised, clean_up, command, exec, stage, target_directory};
@@ -24,18 +26,19 @@ pub fn build(about: &str) -> Result<()> {
     })
 }
 
-/// Sets the machine up, builds everything, and runs a binary with arguments to its end.
+/// Sets the machine up, builds everything, and runs a binary with arguments to its end; with another ironlb than the one that
+/// is built here, if any.
 ///
 /// # Errors
 /// When it fails, or the user has interrupted it.
-pub fn run(binary: &str, arguments: &[String]) -> Result<()> {
+pub fn run(binary: &str, arguments: &[String], ironlb: Option<&Path>) -> Result<()> {
     setup::ensure()?;
     build("a minute or two at first")?;
     let target = target_directory()?;
     let status = Supervised::start(
         command(target.join(binary))
             .args(arguments)
-            .env("IRONLB", target.join("ironlb")),
+            .env("IRONLB", ironlb.unwrap_or(&target.join("ironlb"))),
         Interrupt::Kill,
     )?
     .wait();

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::os::fd::{AsFd as _, AsRawFd as _};
-use std::path::Path;
 
 use anyhow::{Context as _, Result};
 use aya::EbpfLoader;
@@ -26,7 +25,7 @@ const GOAL_RSS: f64 = 30.0;
 const GOAL_MAPS: f64 = 32.0;
 
 /// Measures so many starts of an agent; the JSON of the figures.
-pub fn measure(ironlb: &Path, starts: usize) -> Result<Value> {
+pub fn measure(starts: usize) -> Result<Value> {
     println!("\n{SERVICES} services with {BACKENDS} backends each, {starts} starts of the agent …");
     let laboratory = Laboratory::builder().build()?;
     let node = &laboratory.nodes[0];
@@ -44,7 +43,7 @@ pub fn measure(ironlb: &Path, starts: usize) -> Result<Value> {
     node.write_config(&config)?;
     let (mut written, mut resident) = (Vec::new(), Vec::new());
     for _ in 0..starts {
-        let mut agent = Agent::spawn_binary(node, ironlb)?;
+        let mut agent = Agent::spawn(node)?;
         agent.wait_until_ready(node)?;
         let metrics = node.namespace.exec([
             "curl",

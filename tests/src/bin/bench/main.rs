@@ -37,9 +37,6 @@ struct Options {
     /// Only packets by themselves.
     #[arg(long, conflicts_with_all = ["cluster", "failover"])]
     packets: bool,
-    /// The binary that is shipped, whose control plane is measured; without it, the laboratory's.
-    #[arg(long, value_name = "FILE")]
-    shipped: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -59,7 +56,6 @@ fn measure(options: Options) -> Result<()> {
         cluster,
         failover,
         packets,
-        shipped,
     } = options;
     println!(
         "ironlb bench on Linux {}\n",
@@ -86,11 +82,7 @@ fn measure(options: Options) -> Result<()> {
             return write(file.as_deref(), &all);
         }
         let ratios = traffic::measure(traffic::Path::OneNode, if quick { 5 } else { 20 })?;
-        let binary = match &shipped {
-            Some(binary) => binary,
-            None => ironlb_tests::ironlb()?,
-        };
-        let control = control::measure(binary, if quick { 3 } else { 9 })?;
+        let control = control::measure(if quick { 3 } else { 9 })?;
         json!({
             "per_packet_ns": per_packet,
             "ratio_to_routing": ratios,
