@@ -49,6 +49,14 @@ const MANY_WRITES: usize = 1000;
 /// What the log says of a signal during the start.
 const ENDED_EARLY: &str = "ended before there was anything to serve";
 
+/// A node's name: the one that was given, else the host's.
+pub fn node_name(given: Option<String>) -> String {
+    given.unwrap_or_else(|| {
+        let uname = rustix::system::uname();
+        uname.nodename().to_string_lossy().into_owned()
+    })
+}
+
 /// How the agent runs.
 #[derive(Clone)]
 pub struct Options {

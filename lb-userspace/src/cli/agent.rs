@@ -200,10 +200,7 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
     };
     agent::run(Options {
         config,
-        node: node_name.unwrap_or_else(|| {
-            let uname = rustix::system::uname();
-            uname.nodename().to_string_lossy().into_owned()
-        }),
+        node: agent::node_name(node_name),
         kubernetes: kubernetes.then_some(Kubernetes { namespace, run_dir }),
         dataplane: dataplane::Options {
             bpffs: bpffs.to_owned(),

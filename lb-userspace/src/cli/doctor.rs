@@ -28,6 +28,9 @@ pub(super) struct Arguments {
     /// Read the file as an agent with `--kubernetes` does: services come from the pinned maps.
     #[arg(long, requires = "config")]
     kubernetes: bool,
+    /// This node's name as the file calls it, which tells what backends are here [default: the host's name].
+    #[arg(long, env = "NODE_NAME", value_name = "NAME")]
+    node_name: Option<String>,
     /// Warnings count as errors.
     #[arg(long)]
     strict: bool,
@@ -50,6 +53,7 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
     let Arguments {
         config,
         kubernetes,
+        node_name,
         strict,
         no_probe,
         output,
@@ -57,6 +61,7 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
     let findings = doctor::examine(&Options {
         config,
         kubernetes,
+        node: node_name,
         bpffs: bpffs.to_owned(),
         probe: !no_probe,
     });

@@ -123,7 +123,7 @@ fn describe(report: &Report) -> String {
                 "PASSED TO THE HOST",
             ],
             vips.iter()
-                .map(vip_row)
+                .map(|vip| vip_row(vip, agent))
                 .chain(vips_without_uplink.iter().map(nowhere)),
         ),
     ];
@@ -228,13 +228,14 @@ fn uplink_row(uplink: &UplinkView) -> [String; 7] {
     ]
 }
 
-fn vip_row(vip: &VipView) -> [String; 6] {
+fn vip_row(vip: &VipView, agent: &ControlView) -> [String; 6] {
     let announcer = vip.announcer.as_ref();
     let mut announced = match (vip.external, vip.answering) {
         (true, _) => "by others".to_owned(),
         (false, true) => "here".to_owned(),
         (false, false) => match announcer.and_then(|announcer| announcer.node.as_ref()) {
-            Some(node) => format!("by {node}"),
+            Some(node) if agent.agent_running => format!("by {node}"),
+            Some(node) => format!("not here: no agent (last: by {node})"),
             None => "no".to_owned(),
         },
     };

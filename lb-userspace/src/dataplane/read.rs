@@ -10,11 +10,11 @@ use aya::programs::links::{FdLink, PinnedLink};
 use ipnet::IpNet;
 use lb_common::{
     Addr, Announcer, BACKEND_ALIVE, BACKEND_ELIGIBLE, Backend, BackendInfo, Control, FLOW_CLOSING,
-    FLOW_HANDED_ON, FLOW_REFUSED, FORWARD, Flow, FlowKey, LAYOUT_VERSION, MAX_UPLINKS, MODE_NATIVE,
-    MODE_TC, NAME_LEN, PEER_IS_LIVE, PEER_IS_REFLECTING, PEER_IS_SYNCED, POD_HOST, Pass, Peer,
-    PeerInfo, Pod, PortInfo, Pressure, SERVICE_CLIENT_IP, Service, ServiceKey, Source, Traffic,
-    UPLINK_BYPASS_DROP, Uplink, VIP_EXTERNAL, VIP_REFUSE_DROP, Verdict, Vip, backend_generation,
-    backend_index, from_name, map, peer_link,
+    FLOW_ELSEWHERE, FLOW_HANDED_ON, FLOW_REFUSED, FORWARD, Flow, FlowKey, LAYOUT_VERSION,
+    MAX_UPLINKS, MODE_NATIVE, MODE_TC, NAME_LEN, PEER_IS_LIVE, PEER_IS_REFLECTING, PEER_IS_SYNCED,
+    POD_HOST, Pass, Peer, PeerInfo, Pod, PortInfo, Pressure, SERVICE_CLIENT_IP, Service,
+    ServiceKey, Source, Traffic, UPLINK_BYPASS_DROP, Uplink, VIP_EXTERNAL, VIP_REFUSE_DROP,
+    Verdict, Vip, backend_generation, backend_index, from_name, map, peer_link,
 };
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
@@ -875,7 +875,9 @@ impl Clock {
 }
 
 fn state(map_name: &str, flow: &Flow) -> FlowState {
-    if flow.state & FLOW_CLOSING != 0 {
+    // Of a flow on another node only the client's packets are seen here: its FIN is all that tells of the end.
+    let is_left = flow.state & FLOW_ELSEWHERE != 0 && flow.client_fin != 0;
+    if flow.state & FLOW_CLOSING != 0 || is_left {
         FlowState::Closing
     } else if flow.state & FLOW_REFUSED != 0 {
         FlowState::Refused

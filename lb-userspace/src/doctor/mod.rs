@@ -6,6 +6,7 @@ mod backends;
 mod conflict;
 mod firewall;
 mod paths;
+mod peers;
 mod pins;
 mod platform;
 mod subject;
@@ -73,6 +74,8 @@ pub enum Check {
     VipLocal,
     /// Nobody else answers for a VIP.
     VipConflict,
+    /// The other nodes are heard, and take new flows.
+    Peers,
     /// The firewall lets forwarded packets through.
     ForwardChain,
     /// The firewall does not drop what conntrack takes for invalid.
@@ -85,7 +88,7 @@ pub enum Check {
 
 impl Check {
     /// All of them, in the order in which they are made.
-    pub const ALL: [Self; 28] = [
+    pub const ALL: [Self; 29] = [
         Self::Kernel,
         Self::Btf,
         Self::Bpffs,
@@ -110,6 +113,7 @@ impl Check {
         Self::PathMtu,
         Self::VipLocal,
         Self::VipConflict,
+        Self::Peers,
         Self::ForwardChain,
         Self::InvalidDrop,
         Self::HostPort,
@@ -205,6 +209,8 @@ pub struct Options {
     pub config: Option<PathBuf>,
     /// Read the file as an agent with `--kubernetes` does.
     pub kubernetes: bool,
+    /// This node's name, as the file calls it; the host's without it.
+    pub node: Option<String>,
     /// Root of the pins.
     pub bpffs: PathBuf,
     /// Ask by ARP and neighbor solicitations who answers for the VIPs.
@@ -228,7 +234,7 @@ pub fn examine(options: &Options) -> Vec<Finding> {
         _ => None,
     };
     let subject = match &options.config {
-        Some(file) => match Subject::from_file(file, options.kubernetes, &host, pinned) {
+        Some(file) => match Subject::from_file(file, options, &host, pinned) {
             Ok(subject) => {
                 let found = format!("{} can be served", file.display());
                 findings.push(Finding::ok(Check::Config, "", found));
@@ -273,6 +279,7 @@ pub fn examine(options: &Options) -> Vec<Finding> {
             "--no-probe: nobody was asked who answers for the VIPs",
         )],
     });
+    findings.extend(peers::look(&subject, &host, pinned));
     let devices: BTreeSet<String> = ports.iter().map(|port| port.device.name.clone()).collect();
     findings.extend(firewall::look(&subject, &host, &devices));
     findings.extend(backends::look(&subject, &host, &ports));

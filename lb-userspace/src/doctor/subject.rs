@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::path::Path;
 
+use super::Options;
 use super::pins::Pinned;
+use crate::agent::node_name;
 use crate::config::{self, ConfigError};
 use crate::dataplane::AttachedMode;
 use crate::desired::{Announce, Bypass, Mode, UplinkSelector};
@@ -56,20 +58,18 @@ impl Subject {
     /// What a file says. Services come from the maps where they come from Kubernetes.
     pub(super) fn from_file(
         file: &Path,
-        kubernetes: bool,
+        options: &Options,
         host: &Host,
         pinned: Option<&Pinned>,
     ) -> Result<Self, ConfigError> {
+        let kubernetes = options.kubernetes;
         let state = match kubernetes {
             false => config::load(file)?,
             true => config::load_cluster(file)?.state,
         };
         let nodes = Nodes {
             addresses: host.own(),
-            ..Nodes::all_of(
-                &state,
-                &rustix::system::uname().nodename().to_string_lossy(),
-            )
+            ..Nodes::all_of(&state, &node_name(options.node.clone()))
         };
         let (tables, _) = plan::plan(&state, &Health::default(), &nodes);
         let from_maps = pinned.map(Self::from_maps).unwrap_or_default();

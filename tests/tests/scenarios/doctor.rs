@@ -4,13 +4,13 @@ use std::path::Path;
 use std::time::Duration;
 
 use ironlb_tests::{
-    API_PORT, Agent, Laboratory, Namespace, Node, NodeOptions, VIP, VIP6, ironlb, run_with_input,
-    wait_until,
+    API_PORT, Agent, Fleet, Laboratory, Namespace, Node, NodeOptions, VIP, VIP6, ironlb,
+    run_with_input, wait_until,
 };
 use serde_json::{Value, json};
 
 use crate::foreign::attach_xdp;
-use crate::scene::{Mode, Scene, connect, fleet, get, in_both_modes};
+use crate::scene::{Mode, Scene, connect, fleet, fleet_lab, get, in_both_modes};
 
 in_both_modes!(
     a_healthy_node_has_no_errors_before_with_and_after_its_agent,
@@ -311,6 +311,41 @@ fn a_fleet_knows_its_own_macs_from_a_strangers(mode: Mode) {
         .expect("address");
     let ill = Diagnosis::of(follower, &[]);
     ill.assert_errors(&["vip-conflict"]);
+}
+
+#[test]
+fn a_node_that_is_not_heard_is_told() {
+    let lab = fleet_lab(Mode::Tc, 2);
+    let config = lab.config_elected("tc").expect("configuration");
+    let mut fleet = Fleet::prepare(lab, &config).expect("configurations");
+    fleet.launch(0).expect("agent");
+    let other = fleet.lab.nodes[1].address.to_string();
+    wait_for_word_of(&fleet, &other, "warning", "no agent has been heard");
+    fleet.launch(1).expect("agent");
+    let name = fleet.lab.nodes[1].name.to_owned();
+    wait_for_word_of(&fleet, &name, "ok", "heard, and takes new flows");
+    fleet.kill(1).expect("killed");
+    wait_for_word_of(&fleet, &name, "warning", "its agent is not heard");
+    let status = fleet.lab.nodes[1].ironlb(&["status"]).expect("status");
+    let last = format!("no agent (last: by {})", fleet.lab.nodes[0].name);
+    assert!(status.contains(&last), "{status}");
+}
+
+/// Waits until node 0's doctor says of another node what begins so.
+fn wait_for_word_of(fleet: &Fleet, on: &str, status: &str, found: &str) {
+    let mut said = Vec::new();
+    let heard = wait_until("the doctor tells", Duration::from_secs(20), || {
+        let diagnosis = Diagnosis::of_config(&fleet.lab.nodes[0], &["--no-probe"]);
+        said = diagnosis
+            .findings()
+            .filter(|f| f["check"] == "peers")
+            .cloned()
+            .collect();
+        Ok(said
+            .iter()
+            .any(|f| f["on"] == on && f["status"] == status && text(f, "found").starts_with(found)))
+    });
+    heard.unwrap_or_else(|error| panic!("{on}: {status}: {found}: {error:#}; last: {said:#?}"));
 }
 
 #[test]

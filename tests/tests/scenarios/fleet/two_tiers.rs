@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::time::{Duration, Instant};
 
-use ironlb_tests::{API_PORT, Capture, Download, Image, RPC_PORT, VIP, heads};
+use ironlb_tests::{API_PORT, Capture, Download, Image, RPC_PORT, VIP, heads, wait_until};
 
 use crate::scene::{Mode, connect, fleet, get, in_both_modes};
 
@@ -32,6 +32,14 @@ fn pods_on_every_node_serve_see_the_client_and_answer_it_themselves(mode: Mode) 
     }
     // A pod that three fair choices leave out 60 times: once in ten billion runs.
     assert_eq!(instances.len(), NODES, "{instances:?}");
+    // All have ended, and nobody is told otherwise, on whichever node their pods are.
+    for node in &fleet.lab.nodes {
+        wait_until("no ended flow looks young", Duration::from_secs(5), || {
+            let flows = node.ironlb(&["flows", "--state", "young", "-o", "json"])?;
+            Ok(flows.trim() == "[]")
+        })
+        .expect("closing");
+    }
 
     let frames = wire.finish().expect("capture");
     let from_vip = format!("{VIP}.{API_PORT} > ");
