@@ -20,6 +20,8 @@ const TWIN_FOR: Duration = Duration::from_secs(10);
 pub(super) enum Refusal {
     /// It is not newer than what was heard before.
     Replayed,
+    /// Another machine of this name is live.
+    Twin,
 }
 
 /// What a peer said last on one link.
@@ -101,9 +103,9 @@ impl Member {
         uplink: u32,
         from: IpAddr,
         body: &Body,
-        own_incarnation: u64,
-        me: &str,
+        (own_incarnation, me): (u64, &str),
         now: Duration,
+        hold: Duration,
     ) -> Result<bool, Refusal> {
         let heard = self.links.get(&uplink);
         let newest = heard.map(|heard| heard.newest).unwrap_or_default();
@@ -119,6 +121,14 @@ impl Member {
                 }
             }
             return Err(Refusal::Replayed);
+        }
+        // An agent that starts again has its MAC still, or was silent for a while. A machine that has been given the name of
+        // one that is live must not take that one's pods out.
+        let is_new = body.incarnation > self.incarnation;
+        let is_other = heard.is_none_or(|heard| heard.mac != body.mac);
+        if is_new && is_other && self.verified.is_some() && self.is_heard(now, hold) {
+            self.twin = Some(now);
+            return Err(Refusal::Twin);
         }
         let is_first = newest.0 != body.incarnation;
         let hears_us = body.heard.get(me) == Some(&own_incarnation);

@@ -208,16 +208,15 @@ impl Node {
             }
             return None;
         }
+        let hold = self.hold();
         let member = self.members.entry(body.node.clone()).or_default();
-        let is_first = match member.hear(
-            uplink,
-            from,
-            &body,
-            self.incarnation,
-            &self.wanted.node,
-            now,
-        ) {
+        let me = (self.incarnation, self.wanted.node.as_str());
+        let is_first = match member.hear(uplink, from, &body, me, now, hold) {
             Ok(is_first) => is_first,
+            Err(Refusal::Twin) => {
+                self.counters.rejected_malformed += 1;
+                return None;
+            }
             Err(Refusal::Replayed) => {
                 self.counters.rejected_replayed += 1;
                 return None;

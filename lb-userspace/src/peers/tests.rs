@@ -625,6 +625,43 @@ fn who_is_not_ready_takes_nothing() {
 }
 
 #[test]
+fn a_machine_with_the_name_of_a_live_one_takes_nothing_from_it() {
+    let mut sim = Sim::started(3, 9);
+    sim.run(4.0);
+    let twin = |sim: &Sim, sequence| {
+        let body = Body {
+            node: "b".into(),
+            incarnation: u64::MAX,
+            sequence,
+            to: Some(address(0)),
+            mac: [2, 0, 0, 0, 0, 99],
+            addresses: vec![address(9)],
+            heard: BTreeMap::from([("a".into(), sim.agent(0).incarnation())]),
+            ..Body::default()
+        };
+        wire::seal(&sim.agent(0).wanted().keys[0], &body)
+    };
+    let (before, now) = (sim.agent(0).view(sim.now), sim.now);
+    let datagram = twin(&sim, 1);
+    sim.agent_mut(0)
+        .hear(0, address(0), address(9), &datagram, now);
+    let after = sim.agent(0).view(now);
+    assert_eq!(after.peers["b"].links, before.peers["b"].links);
+    assert!(after.peers["b"].live);
+    let note = after.peers["b"].note.as_deref().expect("it is told");
+    assert!(note.contains("two machines"), "{note}");
+
+    // Once the first is silent, the name is free.
+    sim.kill(1);
+    sim.run(2.0);
+    let (now, datagram) = (sim.now, twin(&sim, 2));
+    sim.agent_mut(0)
+        .hear(0, address(0), address(9), &datagram, now);
+    let taken = sim.agent(0).view(now);
+    assert_eq!(taken.peers["b"].links[&0].addresses, [address(9)]);
+}
+
+#[test]
 fn forged_replayed_and_cut_datagrams_change_nothing_and_are_counted() {
     let mut sim = Sim::started(3, 9);
     sim.run(4.0);
