@@ -78,7 +78,8 @@ impl EndedBy {
         Self::Gone,
     ];
 
-    fn of(by: u8) -> Option<Self> {
+    /// Of a record's `BY_*`. `None` for that of a living flow.
+    pub fn of(by: u8) -> Option<Self> {
         Some(match by {
             BY_CLIENT_FIN => Self::ClientFin,
             BY_POD_FIN => Self::PodFin,
@@ -165,15 +166,14 @@ fn from_text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<SystemTime, D
 }
 
 impl EndedFlow {
-    /// What a record of a flow that has ended means. `None` for one of a living flow.
-    pub fn new(ending: &Ending, names: Option<&Names>) -> Option<Self> {
-        let by = EndedBy::of(ending.by)?;
+    /// What a record of a flow means that somebody has ended.
+    pub fn new(ending: &Ending, by: EndedBy, names: Option<&Names>) -> Self {
         let vip_port = ServiceKey::new(ending.key.addr, ending.key.port);
         let service = names.and_then(|names| names.service(ending.service, &vip_port));
         let (service, port_name) = service.unwrap_or_default();
         let refusal = usize::from(ending.refusal).checked_sub(1);
         let refusal = refusal.and_then(|number| Verdict::ALL.get(number));
-        Some(Self {
+        Self {
             ended: wall_time(ending.at),
             duration_seconds: ending.at.saturating_sub(ending.started) as f64 / 1e9,
             client: ending.key.client.into(),
@@ -192,7 +192,7 @@ impl EndedFlow {
             by,
             refusal: refusal.map(|verdict| verdict.name().to_owned()),
             handed_on: ending.uplink & FLOW_HANDED_ON != 0,
-        })
+        }
     }
 }
 
@@ -517,10 +517,8 @@ impl Writer {
             if !is_recorded(ending, by) {
                 continue;
             }
-            let Some(flow) = EndedFlow::new(ending, Some(&self.names)) else {
-                continue;
-            };
-            if flow.by.is_abnormal() && self.log.take() {
+            let flow = EndedFlow::new(ending, by, Some(&self.names));
+            if by.is_abnormal() && self.log.take() {
                 tell(&flow);
             }
             flows.push(flow);

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use serde::Serialize;
 
 use super::{FAILED, Output, OutputArgument, emit, emit_json, table};
+use crate::agent;
 use crate::doctor::{self, Finding, Options, Status};
 
 /// Look for what keeps ironlb from serving on this node, and for what will bite, and say what to do about it.
@@ -61,7 +62,7 @@ pub(super) fn run(arguments: Arguments, bpffs: &Path) -> anyhow::Result<ExitCode
     let findings = doctor::examine(&Options {
         config,
         kubernetes,
-        node: node_name,
+        node: agent::node_name(node_name),
         bpffs: bpffs.to_owned(),
         probe: !no_probe,
     });

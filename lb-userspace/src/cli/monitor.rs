@@ -29,7 +29,7 @@ use super::{Output, OutputArgument, ago, block_on, bytes, unknown};
 use crate::dataplane::DataplaneError;
 use crate::dataplane::read::Reader;
 use crate::dataplane::told::{Names, NotTold, WATCH_FOR, Watching, wall_time};
-use crate::ended::EndedFlow;
+use crate::ended::{EndedBy, EndedFlow};
 
 /// How often the ring is looked at. The programs wake nobody.
 const ROUND: Duration = Duration::from_millis(50);
@@ -429,7 +429,7 @@ impl FlowPart {
         };
         let (service, port_name) = service.unzip();
         let ended = match kind {
-            Kind::Ended => EndedFlow::new(facts, None),
+            Kind::Ended => EndedBy::of(facts.by).map(|by| EndedFlow::new(facts, by, None)),
             _ => None,
         };
         let instance = has_pod.then(|| resolver.names.instance(facts.backend));

@@ -209,8 +209,8 @@ pub struct Options {
     pub config: Option<PathBuf>,
     /// Read the file as an agent with `--kubernetes` does.
     pub kubernetes: bool,
-    /// This node's name, as the file calls it; the host's without it.
-    pub node: Option<String>,
+    /// This node's name, as the file calls it.
+    pub node: String,
     /// Root of the pins.
     pub bpffs: PathBuf,
     /// Ask by ARP and neighbor solicitations who answers for the VIPs.

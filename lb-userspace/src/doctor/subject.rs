@@ -6,7 +6,6 @@ use std::path::Path;
 
 use super::Options;
 use super::pins::Pinned;
-use crate::agent::node_name;
 use crate::config::{self, ConfigError};
 use crate::dataplane::AttachedMode;
 use crate::desired::{Announce, Bypass, Mode, UplinkSelector};
@@ -69,7 +68,7 @@ impl Subject {
         };
         let nodes = Nodes {
             addresses: host.own(),
-            ..Nodes::all_of(&state, &node_name(options.node.clone()))
+            ..Nodes::all_of(&state, &options.node)
         };
         let (tables, _) = plan::plan(&state, &Health::default(), &nodes);
         let from_maps = pinned.map(Self::from_maps).unwrap_or_default();
